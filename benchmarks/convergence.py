@@ -63,33 +63,22 @@ def summarize(
     return rows
 
 
+LOSS_COLUMNS: report.Columns = {
+    "gradients": "{gradients}",
+    "each seed": lambda row: "  ".join(f"{value:.4f}" for value in row["held_out_bits"]),
+    "mean": "{mean:.4f}",
+    "spread": "{spread:.4f}",
+    "largest diff. from\nfloat32, same seed": "{largest_difference_from_float32:+.4f}",
+    "below its\nspread": lambda row: "yes" if row["difference_within_spread"] else "no",
+    "mean\nwithin": lambda row: "yes" if row["mean_within_spread"] else "no",
+    "seeds\nwithin": "{num_within_spread}",
+}
+
+
 def print_losses(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """One line per variant."""
-    headings = (
-        "gradients",
-        "each seed",
-        "mean",
-        "spread",
-        "largest diff. from\nfloat32, same seed",
-        "below its\nspread",
-        "mean\nwithin",
-        "seeds\nwithin",
-    )
-    cells = (
-        (
-            row["gradients"],
-            "  ".join(f"{value:.4f}" for value in row["held_out_bits"]),
-            f"{row['mean']:.4f}",
-            f"{row['spread']:.4f}",
-            f"{row['largest_difference_from_float32']:+.4f}",
-            "yes" if row["difference_within_spread"] else "no",
-            "yes" if row["mean_within_spread"] else "no",
-            str(row["num_within_spread"]),
-        )
-        for row in rows
-    )
     title = "bits per byte of held-out text after the last step, by seed"
-    report.print_table(console, title, headings, cells)
+    report.print_columns(console, title, rows, LOSS_COLUMNS)
 
 
 def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None:

@@ -36,6 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import machine
+from arguments import Parser, parse_list
 from demo_model import devices, train_gpt
 from demo_report import Result, draw, print_table, summarize
 
@@ -240,19 +241,11 @@ def gather(variant: Startable, run: Run) -> Result:
 
 
 def parse_args() -> tuple[argparse.Namespace, devices.Gpus]:
-    def variants(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = set(names) - set(VARIANTS)
-        if unknown or "none" not in names:
-            problem = f"unknown {', '.join(sorted(unknown))}" if unknown else '"none" is missing'
-            raise argparse.ArgumentTypeError(f"{problem}; choose from {','.join(VARIANTS)}")
-        return names
-
     positive = train_gpt.positive
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--variants",
-        type=variants,
+        type=parse_list(list(VARIANTS)),
         metavar="A,B,...",
         help=f"of {','.join(VARIANTS)}; none is the base of the comparison (default: "
         f"{','.join(default_variants('gloo'))}, or nccl for gloo where each rank has a GPU)",
@@ -281,21 +274,13 @@ def parse_args() -> tuple[argparse.Namespace, devices.Gpus]:
         else devices.place(0, args.ranks, gpus)
     )
     args.variants = args.variants or default_variants(placement.baseline)
+    if "none" not in args.variants:
+        parser.error('--variants: "none" is missing, the base of the comparison')
     needs_nccl = [name for name in args.variants if VARIANTS[name].backend == "nccl"]
     if needs_nccl and placement.baseline != "nccl":
         parser.error(f"--variants {','.join(needs_nccl)} cannot run here: {placement.note}")
     train_gpt.fill_in(args, train_gpt.SCALES[placement.device.type])
     return args, gpus
-
-
-def round_or_none(share: float | None) -> float | None:
-    return None if share is None else round(share, 3)
-
-
-def gpus_of(device: torch.device) -> dict[str, str]:
-    if device.type == "cpu":
-        return {}
-    return {"gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"}
 
 
 def become_ranks(num_ranks: int) -> None:
@@ -323,19 +308,24 @@ def main() -> None:
     runs = train_in_turns(args, train, held_out, console, placement.device)
     results = {name: gather(VARIANTS[name], run) for name, run in runs.items()}
     if dist.get_rank() == 0:
+        core_share = results["none"].core_share
+        gpus_here: dict[str, object] = {}
+        if placement.device.type == "cuda":
+            name = torch.cuda.get_device_name(placement.device)
+            gpus_here = {"gpus": f"{torch.cuda.device_count()} x {name}"}
         record = {
             "seconds": round(time.perf_counter() - start, 1),
             "ranks": dist.get_world_size(),
             "steps": len(runs["none"].losses),
             "batch": args.batch,
-            "core_share": round_or_none(results["none"].core_share),
+            "core_share": core_share and round(core_share, 3),
             "placement": placement.note,
             "order0_bits": round(baseline_bits, 4),
             "variants": {
                 name: {key: float(f"{value:.6g}") for key, value in asdict(row).items()}
                 for name, row in summarize(results).items()
             },
-            "machine": machine.describe() | gpus_of(placement.device),
+            "machine": machine.describe() | gpus_here,
             "commit": machine.git_commit(),
         }
         curves = {name: asdict(result) for name, result in results.items()}

@@ -79,33 +79,22 @@ def rows_of(at_rate: AtRate) -> list[dict[str, Any]]:
     return rows
 
 
+STEP_COLUMNS: report.Columns = {
+    "variant": "{label}",
+    "steps": "{steps}",
+    "ms per\nstep": "{step_ms:.1f}",
+    "communi-\ncation ms": "{communication_ms:.1f}",
+    "share\nof step": "{communication_share:.0%}",
+    "Gloo's step\n/ its": "{times_as_fast_as_base:.2f}",
+    "kB a host sends\nper step": lambda row: f"{row['sent_bytes_per_step'] / 1e3:.1f}",
+    "seconds of\nall steps": "{seconds:.1f}",
+}
+
+
 def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """The table of one rate."""
-    headings = (
-        "variant",
-        "steps",
-        "ms per\nstep",
-        "communi-\ncation ms",
-        "share\nof step",
-        "Gloo's step\n/ its",
-        "kB a host sends\nper step",
-        "seconds of\nall steps",
-    )
-    cells = (
-        (
-            row["label"],
-            str(row["steps"]),
-            f"{row['step_ms']:.1f}",
-            f"{row['communication_ms']:.1f}",
-            f"{row['communication_share']:.0%}",
-            f"{row['times_as_fast_as_base']:.2f}",
-            f"{row['sent_bytes_per_step'] / 1e3:.1f}",
-            f"{row['seconds']:.1f}",
-        )
-        for row in rows
-    )
     title = f"links of {format_rate(rows[0]['rate'])}; steps of the slowest rank"
-    report.print_table(console, title, headings, cells)
+    report.print_columns(console, title, rows, STEP_COLUMNS)
 
 
 def losses_of(

@@ -63,31 +63,22 @@ def summarize(results: dict[str, Result]) -> dict[str, Row]:
     return rows
 
 
+COLUMNS: report.Columns = {
+    "variant": "{label}",
+    "ms per\nstep": "{ms_per_step:.1f}",
+    "communi-\ncation ms": "{communication_ms:.1f}",
+    "share\nof step": "{communication_share:.1%}",
+    "final\nloss": "{final_loss:.3f}",
+    "held\nout": "{held_out_bits:.3f}",
+    "max diff.\nof ranks": "{max_parameter_difference:.2g}",
+}
+
+
 def print_table(results: dict[str, Result], console: Console) -> None:
-    headings = (
-        "variant",
-        "ms per\nstep",
-        "communi-\ncation ms",
-        "share\nof step",
-        "final\nloss",
-        "held\nout",
-        "max diff.\nof ranks",
-    )
     rows = summarize(results)
-    cells = (
-        (
-            results[name].label,
-            f"{row.ms_per_step:.1f}",
-            f"{row.communication_ms:.1f}",
-            f"{row.communication_share:.1%}",
-            f"{row.final_loss:.3f}",
-            f"{row.held_out_bits:.3f}",
-            f"{row.max_parameter_difference:.2g}",
-        )
-        for name, row in rows.items()
-    )
+    labelled = [{"label": results[name].label, **vars(row)} for name, row in rows.items()]
     title = "times: median of the slowest rank; losses: bits per byte"
-    report.print_table(console, title, headings, cells)
+    report.print_columns(console, title, labelled, COLUMNS)
     for ours, theirs in RIVALS:
         if ours in rows and theirs in rows and rows[theirs].communication_share > 0:
             ratio = rows[ours].communication_share / rows[theirs].communication_share

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import demo
+import report
 import rota.fsdp
 import turns
 from arguments import Parser
@@ -122,12 +123,12 @@ def unless_base(key: str, form: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: "-" if row["variant"] == BASE else format(row[key], form)
 
 
-COLUMNS: turns.Columns = {
-    "step": lambda row: f"{row['step_ms']:.1f}",
+COLUMNS: report.Columns = {
+    "step": "{step_ms:.1f}",
     "communication": unless_base("communication_ms", ".1f"),
     "share\nof step": unless_base("share_of_step", ".1%"),
     "share\nof Gloo's": unless_base("share_of_gloo", ".1%"),
-    "CPU time\nof a step": lambda row: f"{row['cpu_ms']:.1f}",
+    "CPU time\nof a step": "{cpu_ms:.1f}",
     "of communi-\ncation": unless_base("communication_cpu_ms", ".1f"),
     "last\nloss": unless_base("last_loss", ".4f"),
 }

@@ -109,15 +109,8 @@ def main() -> None:
         )
         rows = compare(measurements, args.ranks)
         print_comparison(run, rows)
-        ratios: dict[str, dict[int, float]] = {}
-        for row in rows:
-            ratios.setdefault(row["label"], {})[row["num_bytes"]] = row["over_float32_all_reduce"]
-        run.publish(
-            measurements,
-            {"torch": versions},
-            more={"comparison": rows},
-            over_float32_all_reduce=ratios,
-        )
+        more = {"comparison": rows}
+        run.publish(measurements, {"torch": versions}, more=more, comparison=rows)
 
 
 if __name__ == "__main__":

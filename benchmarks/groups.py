@@ -16,12 +16,13 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,27 +49,6 @@ class Held:
         """The current values for this process; the host's memory includes all programs."""
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return cls(len(os.listdir("/proc/self/fd")), int(lines["Shmem"].split()[0]))
-
-
-@dataclass
-class Row:
-    """One backend with one number of ranks; lists have the slowest rank's time of each group.
-
-    Where ranks outnumber the cores, each waits for its turn now and then, and the slowest of a
-    group is often one that did; so the means are of one rank, the slowest over all groups.
-    """
-
-    backend: str
-    ranks: int
-    groups: int
-    make_ms: list[float]
-    first_use_ms: list[float]
-    make_mean_ms: float
-    first_use_mean_ms: float
-    descriptors: int  # of one rank, for all groups
-    made_kib: int  # of shared memory on the host, for all groups
-    used_kib: int
-    failure: str | None = None
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -106,8 +86,14 @@ def rank_main(
     pipe.poll(None)  # with its groups, which others may still measure
 
 
-def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
-    """Starts new ranks; ends them as soon as one fails, since the others would wait for it."""
+def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> dict[str, Any]:
+    """Starts new ranks; ends them as soon as one fails, since the others would wait for it.
+
+    Lists have the slowest rank's time of each group. Where ranks outnumber the cores, each waits
+    for its turn now and then, and the slowest of a group is often one that did; so the means are of
+    one rank, the slowest over all groups.
+    """
+    row: dict[str, Any] = {"backend": backend, "ranks": num_ranks, "groups": args.groups}
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         with Workers(timeout_s=3600) as ranks:
@@ -115,32 +101,29 @@ def measure(args: argparse.Namespace, backend: str, num_ranks: int) -> Row:
                 ranks.fork(rank_main, args, backend, rank, num_ranks, server.port)
             notes = ranks.recv_all().values()
     except RankError as error:
-        why = str(error).splitlines()[-1]
-        return Row(backend, num_ranks, args.groups, [], [], 0, 0, 0, 0, 0, why)
+        return row | {"make_ms": [], "first_use_ms": [], "failure": str(error).splitlines()[-1]}
     make_ms, first_use_ms, held = zip(*notes, strict=True)
     start, made, used = held[0]
-    return Row(
-        backend,
-        num_ranks,
-        args.groups,
-        [max(times) for times in zip(*make_ms, strict=True)],
-        [max(times) for times in zip(*first_use_ms, strict=True)],
-        max(map(mean, make_ms)),
-        max(map(mean, first_use_ms)),
-        used.descriptors - start.descriptors,
-        made.shared_kib - start.shared_kib,
-        used.shared_kib - start.shared_kib,
-    )
+    return row | {
+        "make_ms": [max(times) for times in zip(*make_ms, strict=True)],
+        "first_use_ms": [max(times) for times in zip(*first_use_ms, strict=True)],
+        "make_mean_ms": max(map(mean, make_ms)),
+        "first_use_mean_ms": max(map(mean, first_use_ms)),
+        "descriptors": used.descriptors - start.descriptors,  # of one rank, for all groups
+        "made_kib": made.shared_kib - start.shared_kib,  # on the host, for all groups
+        "used_kib": used.shared_kib - start.shared_kib,
+        "failure": None,
+    }
 
 
-def cells_of(row: Row) -> list[str]:
+def cells_of(row: dict[str, Any]) -> list[str]:
     """All costs per subgroup; memory is that of all ranks together."""
-    cells = [row.backend, str(row.ranks), str(row.groups)]
-    if row.failure is None:
-        cells += [f"{median(row.make_ms):.2f}", f"{row.make_mean_ms:.2f}"]
-        cells += [f"{median(row.first_use_ms):.2f}", f"{row.first_use_mean_ms:.2f}"]
-        cells += [f"{kib / row.groups:.0f}" for kib in (row.made_kib, row.used_kib)]
-        cells.append(f"{row.descriptors / row.groups:.2f}")
+    cells = [row["backend"], str(row["ranks"]), str(row["groups"])]
+    if row["failure"] is None:
+        for name in ("make", "first_use"):
+            cells += [f"{median(row[f'{name}_ms']):.2f}", f"{row[f'{name}_mean_ms']:.2f}"]
+        cells += [f"{row[name] / row['groups']:.0f}" for name in ("made_kib", "used_kib")]
+        cells.append(f"{row['descriptors'] / row['groups']:.2f}")
     return cells
 
 
@@ -162,13 +145,13 @@ def main() -> None:
             for backend in args.backends
         ]
         for row in rows:
-            if row.failure is not None:
-                run.note(f"{row.backend}, {row.ranks} ranks, failed {row.failure}")
+            if row["failure"] is not None:
+                run.note(f"{row['backend']}, {row['ranks']} ranks, failed {row['failure']}")
         headings = ["backend", "ranks", "groups", "make ms p50", "mean", "first use ms p50", "mean"]
         headings += ["made KiB", "used KiB", "descriptors of a rank"]
         print_table(run.console, "one subgroup", headings, map(cells_of, rows))
-        num_failed = sum(row.failure is not None for row in rows)
-        run.finish({"subgroups": [asdict(row) for row in rows]}, num_failed=num_failed)
+        num_failed = sum(row["failure"] is not None for row in rows)
+        run.finish({"subgroups": rows}, num_failed=num_failed)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -376,18 +376,5 @@ def _check(result: int, what: str) -> None:
 
 def _in_thread(function: Callable[[], T]) -> T:
     """What `function` returns or raises in a thread that then ends."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()

@@ -35,7 +35,7 @@ import error_bound
 import host_network
 import interleave
 import report
-import tiles
+import rota
 from arguments import (
     FLOAT32_BYTES,
     Parser,
@@ -44,12 +44,13 @@ from arguments import (
     parse_list,
     sizes_of,
 )
-from exact import MAX_FLOAT8_SUM, MAX_SUM
+from exact import MAX_FLOAT8_SUM
 from host_network import HostNetwork, rank_environments, rate_bits_per_s
 from interleave import Measurement
 from protocol import Entry, Hello, Reply, Turn, time_samples
 from record import Run
 from report import optional
+from torch_worker import TorchRank, greet, is_float8
 from workers import Workers, serve
 
 # Backends beside rota: plain sockets, and Gloo among all ranks or one of each host.
@@ -156,8 +157,8 @@ class TcpRing:
         return num_received
 
 
-class HostRank:
-    """The process groups and connections of this rank; Gloo's default group synchronises ranks.
+class HostRank(TorchRank):
+    """A rank with groups for rota in several wire dtypes and for the leaders, and TCP's ring.
 
     Args:
         num_ranks_per_host: host by host.
@@ -165,82 +166,34 @@ class HostRank:
     """
 
     def __init__(self, num_ranks_per_host: list[int], wire_dtypes: list[str]) -> None:
-        self.rank = dist.get_rank()
-        self.host = int(os.environ["GROUP_RANK"])
+        super().__init__({"rota"} if wire_dtypes else set())
         self.num_hosts = len(num_ranks_per_host)
-        self.versions = {"torch": str(torch.__version__)}
-        self.missing: dict[str, str] = {}
         firsts = [sum(num_ranks_per_host[:host]) for host in range(self.num_hosts)]
         self._is_leader = self.rank in firsts
-        self._leaders = dist.new_group(firsts)
-        self._ring = TcpRing(self._leaders, self.host) if self._is_leader else None
-        self._rota: dict[str, dist.ProcessGroup] = {}
-        if wire_dtypes:
-            self._start_rota(wire_dtypes)
-
-    def _start_rota(self, wire_dtypes: list[str]) -> None:
-        try:
-            import rota
-        except ImportError as error:
-            self.missing["rota"] = f"rota is not built: run make venv ({error})"
-            return
-        self.versions["rota"] = rota.__version__
-        make_options: Callable[..., Any] = rota.BackendOptions
-        for name in wire_dtypes:
-            try:
-                options = make_options(
-                    inter_wire_dtype=getattr(torch, name),
-                    inter_block_scaling=is_float8(name),
-                )
-            except TypeError as error:
-                self.missing["rota"] = f"this rota has no wire dtype between hosts ({error})"
-                return
-            self._rota[name] = dist.new_group(backend="rota", pg_options=options)
+        leaders = self.groups[GLOO_LEADERS] = dist.new_group(firsts)
+        host = int(os.environ["GROUP_RANK"])
+        self._ring = TcpRing(leaders, host) if self._is_leader else None
+        for name in wire_dtypes if self.rota is not None else ():
+            options = rota.BackendOptions(
+                inter_wire_dtype=getattr(torch, name), inter_block_scaling=is_float8(name)
+            )
+            self.groups[f"rota {name}"] = dist.new_group(backend="rota", pg_options=options)
 
     def take_turn(self, turn: Turn) -> Reply:
         """Checks one call if requested, then times calls; all ranks start together."""
-        call: Callable[[], object]
-        num_wrong: int | None = None
-        if turn.entry.backend in (TCP, GLOO_LEADERS) and not self._is_leader:
-            call = _do_nothing
-        elif turn.entry.backend == TCP:
-            assert self._ring is not None
+        call: Callable[[], object] = _do_nothing
+        if turn.entry.backend not in (TCP, GLOO_LEADERS) or (
+            turn.entry.backend == GLOO_LEADERS and self._is_leader
+        ):
+            return super().take_turn(turn)
+        if self._ring is not None:
             num_bytes = turn.num_elems * getattr(torch, turn.dtype).itemsize
             call = partial(self._ring.exchange, sent_by_host(num_bytes, self.num_hosts))
-        else:
-            call, num_wrong = self._all_reduce_call(turn)
         dist.barrier()
-        return Reply(time_samples(call, turn), num_wrong)
+        return Reply(time_samples(call, turn), None)
 
-    def _all_reduce_call(self, turn: Turn) -> tuple[Callable[[], object], int | None]:
-        """The call to time, and the number of wrong elements after a first one; timed on zeros,
-        like collectives.py."""
-        tensor = torch.zeros(turn.num_elems, dtype=getattr(torch, turn.dtype))
-        group = self._group_of(turn.entry)
-        call = partial(dist.all_reduce, tensor, group=group)
-        if turn.check_seed is None:
-            return call, None
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        # Partial sums must be exact on the wire, too.
-        max_sum = MAX_FLOAT8_SUM if is_float8(turn.entry.wire_dtype or "") else MAX_SUM
-        tiles.fill_with_input(tensor, rank, num_ranks, turn.check_seed, max_sum=max_sum)
-        call()
-        num_wrong = tiles.count_wrong(tensor, turn.op, num_ranks, turn.check_seed, max_sum=max_sum)
-        tensor.zero_()
-        return call, num_wrong
-
-    def _group_of(self, entry: Entry) -> dist.ProcessGroup | None:
-        if entry.backend == GLOO_LEADERS:
-            group: dist.ProcessGroup = self._leaders
-            return group
-        if entry.backend == "rota":
-            return self._rota[str(entry.wire_dtype)]
-        return None  # the default group
-
-
-def is_float8(name: str) -> bool:
-    """Whether rota scales blocks of this wire dtype here."""
-    return name.startswith("float8")
+    def group_of(self, entry: Entry) -> dist.ProcessGroup | None:
+        return self.groups[entry.label]
 
 
 def _do_nothing() -> None:
@@ -403,10 +356,7 @@ def main() -> None:
         for env in rank_environments(args.hosts, network.serve_store()):
             namespace = network.hosts[int(env["GROUP_RANK"])].path
             ranks.fork(rank_main, args.hosts, wire_dtypes, namespace=namespace, env=env)
-        hello = ranks.recv_all()[0]
-        for reason in hello.missing.values():
-            run.note(reason)
-        entries = [entry for entry in entries_of(args) if entry.backend not in hello.missing]
+        entries, versions = greet(ranks, run, entries_of(args))
         if not entries:
             sys.exit("error: none of the backends asked for can be measured")
         counter = WireCounter(network, ranks)
@@ -422,21 +372,16 @@ def main() -> None:
             "that sent most did send.",
             soft_wrap=True,
         )
-        by_entry: dict[str, dict[int, dict[str, Any]]] = {}
-        for row in rows:
-            by_entry.setdefault(row["label"], {})[row["num_bytes"]] = {
-                key: row[key] for key in ("p50_us", "gloo_over_it", "share_of_bound", "sent_bytes")
-            }
         run.finish(
             {
-                "libraries": hello.versions,
+                "libraries": versions,
                 "network": network.describe(),
                 "tcp_goodput_gb_per_s": goodput and round(goodput, 6),
                 "measurements": rows,
             },
             num_wrong=sum(result.num_wrong or 0 for result in measurements),
             tcp_goodput_gb_per_s=goodput,
-            measurements=by_entry,
+            measurements=rows,
         )
 
 

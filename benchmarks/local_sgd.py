@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import report
 import rota
 import turns
 from arguments import Parser, parse_list
@@ -134,10 +135,10 @@ def train(
     }
 
 
-COLUMNS: turns.Columns = {
-    "held-out\nbits per byte": lambda row: f"{row['held_out_bits']:.4f}",
+COLUMNS: report.Columns = {
+    "held-out\nbits per byte": "{held_out_bits:.4f}",
     "MB sent by a\nrank per step": lambda row: f"{row['bytes_per_step'] / 1e6:.3f}",
-    "seconds": lambda row: f"{row['seconds']:.1f}",
+    "seconds": "{seconds:.1f}",
 }
 
 

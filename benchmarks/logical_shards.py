@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+import report
 import rota
 import turns
 from arguments import Parser
@@ -66,9 +67,9 @@ def take_step(name: str, variant: Variant, text: torch.Tensor) -> None:
     variant.model.zero_grad()
 
 
-COLUMNS: turns.Columns = {
-    "step": lambda row: f"{row['step_ms']:.1f}",
-    "more than\nautograd's": lambda row: f"{row['share_more']:.1%}",
+COLUMNS: report.Columns = {
+    "step": "{step_ms:.1f}",
+    "more than\nautograd's": "{share_more:.1%}",
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 DEFAULT_ROOT = Path(__file__).resolve().parent.parent / ".venv-mpi"
 COMMON_PACKAGES = ("mpi4py==4.1.2", "numpy>=2")
+STAMP = "installed.txt"  # in a complete environment: its requirements
 
 
 @dataclass(frozen=True)
@@ -55,59 +56,43 @@ IMPLEMENTATIONS = {
 }
 
 
-def python_of(root: Path, name: str) -> Path:
-    """The interpreter of the environment of MPI `name`."""
-    return root / name / "bin" / "python"
+def requirements(name: str) -> str:
+    return "\n".join([IMPLEMENTATIONS[name].package, *COMMON_PACKAGES]) + "\n"
 
 
 def why_missing(root: Path, name: str) -> str | None:
     """Why MPI `name` cannot be used; None if its environment is complete and of this version."""
     if platform.machine() not in IMPLEMENTATIONS[name].machines:
         return f"no wheel for {platform.machine()}"
-    stamp = _stamp(root, name)
-    if stamp.is_file() and stamp.read_text() == _requirements(name):
+    stamp = root / name / STAMP
+    if stamp.is_file() and stamp.read_text() == requirements(name):
         return None
     return "not installed, run make bench"
 
 
 def launch_command(root: Path, name: str, num_ranks: int, arguments: list[str]) -> list[str]:
     """The command that runs the environment's interpreter with `arguments` in `num_ranks` ranks."""
-    mpiexec = root / name / "bin" / "mpiexec"
-    mpiexec_args = IMPLEMENTATIONS[name].mpiexec_args
-    python = python_of(root, name)
-    return [str(mpiexec), *mpiexec_args, "-n", str(num_ranks), str(python), *arguments]
+    programs = root / name / "bin"
+    mpiexec = [str(programs / "mpiexec"), *IMPLEMENTATIONS[name].mpiexec_args]
+    return [*mpiexec, "-n", str(num_ranks), str(programs / "python"), *arguments]
 
 
 def install(root: Path, name: str) -> None:
-    """Creates the environment of MPI `name`.
-
-    Raises:
-        subprocess.CalledProcessError: venv or pip failed; pip has printed why.
-    """
+    """Creates the environment of MPI `name`; raises CalledProcessError if venv or pip failed."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(root / name)], check=True)
-    pip = [str(python_of(root, name)), "-m", "pip", "install", "--quiet"]
+    pip = [str(root / name / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     # Intel's wheel requires libfabric, which only its network fabrics load and some indexes lack.
     subprocess.run([*pip, "--no-deps", IMPLEMENTATIONS[name].package], check=True)
     subprocess.run([*pip, *COMMON_PACKAGES], check=True)
-    _stamp(root, name).write_text(_requirements(name))
+    (root / name / STAMP).write_text(requirements(name))
 
 
-def _stamp(root: Path, name: str) -> Path:
-    return root / name / "installed.txt"
-
-
-def _requirements(name: str) -> str:
-    return "\n".join([IMPLEMENTATIONS[name].package, *COMMON_PACKAGES]) + "\n"
-
-
-def main() -> int:
-    """Installs what is missing; returns 1 if an MPI could not be installed, after trying all."""
+def main() -> None:
+    """Installs what is missing; exits with 1 if an MPI could not be installed, after trying all."""
     parser = argparse.ArgumentParser(description="Set up the MPIs that rota is compared with.")
-    parser.add_argument(
-        "--root", type=Path, default=DEFAULT_ROOT, help="folder of the environments (.venv-mpi)"
-    )
-    args = parser.parse_args()
-    root = args.root.absolute()
+    help_of_root = "folder of the environments (.venv-mpi)"
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help=help_of_root)
+    root = parser.parse_args().root.absolute()
 
     failed = False
     for name, mpi in IMPLEMENTATIONS.items():
@@ -118,8 +103,8 @@ def main() -> int:
             except (OSError, subprocess.CalledProcessError) as error:
                 print(f"{name}: not installed: {error}", file=sys.stderr)
                 failed = True
-    return 1 if failed else 0
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
+import report
 import rota
 import turns
 from arguments import Parser, parse_list, parse_natural
@@ -240,10 +241,10 @@ def rows_of(size: str, kind: str, step_ms: dict[str, list[float]]) -> list[dict[
     ]
 
 
-COLUMNS: turns.Columns = {
-    "median": lambda row: f"{row['step_ms']:.1f}",
-    "min": lambda row: f"{row['min_ms']:.1f}",
-    "over\nall-reduce": lambda row: f"{row['ratio']:.2f}",
+COLUMNS: report.Columns = {
+    "median": "{step_ms:.1f}",
+    "min": "{min_ms:.1f}",
+    "over\nall-reduce": "{ratio:.2f}",
 }
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, schedules
 
 import demo
+import report
 import turns
 from arguments import Parser, parse_natural
 from demo_model import train_gpt
@@ -151,12 +152,12 @@ def summarize(runs: dict[str, Run]) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS: turns.Columns = {
-    "step": lambda row: f"{row['step_ms']:.1f}",
-    "without\ncommunication": lambda row: f"{row['without_communication_ms']:.1f}",
-    "communication": lambda row: f"{row['communication_ms']:.2f}",
-    "share\nof Gloo's": lambda row: f"{row['share_of_gloo']:.1%}",
-    "last\nloss": lambda row: f"{row['last_loss']:.4f}",
+COLUMNS: report.Columns = {
+    "step": "{step_ms:.1f}",
+    "without\ncommunication": "{without_communication_ms:.1f}",
+    "communication": "{communication_ms:.2f}",
+    "share\nof Gloo's": "{share_of_gloo:.1%}",
+    "last\nloss": "{last_loss:.4f}",
 }
 
 

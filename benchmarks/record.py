@@ -113,7 +113,7 @@ class Run:
         report.print_measurements(self.console, rows, ratios)
         num_wrong = sum(result.num_wrong or 0 for result in measurements)
         results = {"libraries": libraries, "measurements": rows, "speedups": ratios, **(more or {})}
-        self.finish(results, num_wrong=num_wrong, speedups=report.nested(ratios), **summary)
+        self.finish(results, num_wrong=num_wrong, speedups=ratios, **summary)
 
     def finish(self, results: dict[str, Any], **summary: Any) -> None:
         """Writes `results` with everything needed to judge or repeat them, and prints the summary,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +25,7 @@ ROOFLINE = "memcpy"
 BEST_MPI = "best MPI"
 
 Row = dict[str, Any]
+Columns = Mapping[str, str | Callable[[Row], str]]
 
 
 def row(result: Measurement, num_ranks: int | None) -> Row:
@@ -74,15 +75,6 @@ def speedups(measurements: Sequence[Measurement], mpi_names: Iterable[str]) -> l
     return ratios
 
 
-def nested(ratios: Sequence[Row]) -> dict[str, dict[str, dict[int, float]]]:
-    """The speed-ups as {entry: {against: {num_bytes: speed-up}}}."""
-    tree: dict[str, dict[str, dict[int, float]]] = {}
-    for ratio in ratios:
-        by_size = tree.setdefault(ratio["entry"], {}).setdefault(ratio["against"], {})
-        by_size[ratio["num_bytes"]] = float(f"{ratio['speedup']:.4g}")
-    return tree
-
-
 def print_table(
     console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]
 ) -> None:
@@ -97,6 +89,15 @@ def print_table(
         else:
             table.add_row(*cells)
     console.print(table)
+
+
+def print_columns(console: Console, title: str, rows: Iterable[Row], columns: Columns) -> None:
+    """One line per row; `columns` are the headings, and what a row shows below them."""
+    lines = [
+        [show.format(**row) if isinstance(show, str) else show(row) for show in columns.values()]
+        for row in rows
+    ]
+    print_table(console, title, list(columns), lines)
 
 
 def print_measurements(console: Console, rows: Sequence[Row], ratios: Sequence[Row]) -> None:

@@ -17,6 +17,7 @@ import amp_turn
 import ddp_turn
 import hook_turn
 import tiles
+from exact import MAX_FLOAT8_SUM, MAX_SUM
 from operations import MESSAGES, OPERATIONS, Call, message_call
 from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Hello, Reply, Turn, time_samples
 from record import Run
@@ -28,17 +29,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def start_torch_ranks(
-    workers: Workers, run: Run, num_ranks: int, entries: Sequence[Entry], more: Sequence[str] = ()
+    workers: Workers, run: Run, num_ranks: int, entries: Sequence[Entry]
 ) -> tuple[list[Entry], dict[str, str]]:
-    """Starts the ranks, which form one process group on this host, with the entries' backends and
-    `more`.
-
-    Returns:
-        The entries whose backend is available; a note says why others are not. And the versions.
-    """
-    backends = {entry.backend for entry in entries} | set(more)
+    """Starts the ranks, which form one process group on this host, with the entries' backends;
+    returns what `greet` does."""
+    backends = {entry.backend for entry in entries}
     for rank in range(num_ranks):
         workers.fork(rank_main, rank, num_ranks, str(workers.folder / "store"), backends)
+    return greet(workers, run, entries)
+
+
+def greet(
+    workers: Workers, run: Run, entries: Sequence[Entry]
+) -> tuple[list[Entry], dict[str, str]]:
+    """Waits until the ranks are ready; returns the entries whose backend is available, and the
+    versions. A note says why others are not."""
     hello = workers.recv_all()[0]
     for reason in hello.missing.values():
         run.note(reason)
@@ -124,20 +129,30 @@ class TorchRank:
         if turn.entry.api in ("rota.Communicator", ROTA_EMPTY):
             call = self._communicator_call(turn.entry, turn.op, output, source)
         else:
-            call = dist_call(turn.op, output, source, self.groups[turn.entry.backend])
+            call = dist_call(turn.op, output, source, self.group_of(turn.entry))
         if turn.entry.backend == FAKE_AND_BARRIER:
             call = partial(call_both, call, self.communicator.barrier)
         moves_nothing = turn.entry.backend in ("fake", FAKE_AND_BARRIER)
         if turn.check_seed is None or moves_nothing:
             return call, None
-        num_parts = self.world_size if operation.input_parts else 1
-        tiles.fill_with_input(source, self.rank, self.world_size, turn.check_seed, num_parts)
+        group = self.group_of(turn.entry)
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        num_parts = num_ranks if operation.input_parts else 1
+        # Partial sums must be exact on the wire, too.
+        max_sum = MAX_FLOAT8_SUM if is_float8(turn.entry.wire_dtype) else MAX_SUM
+        tiles.fill_with_input(source, rank, num_ranks, turn.check_seed, num_parts, max_sum)
         call()
         num_wrong = 0
-        if self.rank == 0 or not operation.at_root:
-            num_wrong = tiles.count_wrong(output, turn.op, self.world_size, turn.check_seed)
+        if rank == 0 or not operation.at_root:
+            num_wrong = tiles.count_wrong(
+                output, turn.op, num_ranks, turn.check_seed, max_sum=max_sum
+            )
         source.zero_()
         return call, num_wrong
+
+    def group_of(self, entry: Entry) -> dist.ProcessGroup | None:
+        """None is the default group."""
+        return self.groups[entry.backend]
 
     def _communicator_call(
         self, entry: Entry, op: str, output: torch.Tensor, input: torch.Tensor
@@ -164,6 +179,10 @@ class TorchRank:
             case "barrier":
                 return partial(call)
         return partial(call, output, input)
+
+
+def is_float8(wire_dtype: str | None) -> bool:
+    return wire_dtype is not None and wire_dtype.startswith("float8")
 
 
 def dist_call(

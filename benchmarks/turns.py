@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ GOAL = 0.25
 QUICK_STEPS = 40
 
 Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
 
 
 def add_ranks(parser: Parser, minimum: int = 2) -> None:
@@ -101,7 +100,7 @@ def slowest_ranks(step_ms: Sequence[float]) -> list[float]:
     return [max(times) for times in zip(*gathered(step_ms), strict=True)][demo.BLOCK_STEPS :]
 
 
-def publish(run: Run | None, title: str, rows: list[Row], columns: Columns) -> None:
+def publish(run: Run | None, title: str, rows: list[Row], columns: report.Columns) -> None:
     """Prints a table, writes the record, and prints a last line for programs; only on rank 0.
 
     Args:
@@ -110,7 +109,6 @@ def publish(run: Run | None, title: str, rows: list[Row], columns: Columns) -> N
     """
     if run is None:
         return
-    lines = [(row["label"], *(show(row) for show in columns.values())) for row in rows]
-    report.print_table(run.console, title, ("variant", *columns), lines)
+    report.print_columns(run.console, title, rows, {"variant": "{label}", **columns})
     short = [{k: v for k, v in row.items() if not k.endswith("_of_all")} for row in rows]
     run.finish({"variants": rows}, variants=short)

@@ -30,13 +30,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing  # sends tensors by their shared memory
 from torch.distributed import rpc
 
-import rota
 from arguments import Parser, parse_list, parse_natural, parse_size
 from record import Run
-from report import print_table
-from rota import _C
+from report import Columns, print_columns
 from rota.weights import WeightStore
 from workers import Workers, serve
 
@@ -59,8 +58,11 @@ def deliver(weights: list[torch.Tensor]) -> None:
 class Process:
     """One of the processes: rank 0 is the trainer, the others are readers."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, rank: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, rank: int, shared: torch.Tensor
+    ) -> None:
         self.rank = rank
+        self._shared = shared
         self.num_readers = args.readers
         self._store = dist.FileStore(str(folder / "store"), args.readers + 1)
         dist.init_process_group(
@@ -74,7 +76,7 @@ class Process:
         if args.size % MATRIX_BYTES:
             lengths.append(args.size % MATRIX_BYTES)
         self.weights = [torch.zeros(num_bytes // 2, dtype=torch.bfloat16) for num_bytes in lengths]
-        self.moves: dict[str, Move] = {"copies": self.make_copies(), "rota": self.make_rota()}
+        self.moves: dict[str, Move] = {"copies": self.copy, "rota": self.make_rota()}
         if "gloo" in args.peers:
             self.moves["gloo"] = self.broadcast
         if "rpc" in args.peers:
@@ -92,31 +94,17 @@ class Process:
         end = time.perf_counter()
         return begin, end, all(bool((x == number % 100).all()) for x in got)
 
-    def make_copies(self) -> Move:
-        """The trainer's shared memory, and one word that says which turn is in it."""
-        lengths = [len(weights) for weights in self.weights]
+    def copy(self, number: int) -> list[torch.Tensor]:
+        """The trainer copies its weights to shared memory, and then the readers from there."""
+        shared = self._shared.split([len(weights) for weights in self.weights])
         if self.rank == 0:
-            shared = rota.empty(sum(lengths), dtype=torch.bfloat16)
-            exposed = _C.ExposedTensor(shared, 1, others_may_write=False)
-            self._store.set("copies", exposed.address)
-
-            def copy_in(number: int) -> list[torch.Tensor]:
-                for to, weights in zip(shared.split(lengths), self.weights, strict=True):
-                    to.copy_(weights)
-                exposed.publish(0, number)
-                return self.weights
-
-            return copy_in
-        opened = _C.OpenedTensor(self._store.get("copies").decode(), "the trainer", TIMEOUT)
-        source = opened.bytes.view(torch.bfloat16).split(lengths)
-
-        def copy_out(number: int) -> list[torch.Tensor]:
-            opened.wait(0, number, TIMEOUT)
-            for weights, shared in zip(self.weights, source, strict=True):
-                weights.copy_(shared)
-            return self.weights
-
-        return copy_out
+            for to, weights in zip(shared, self.weights, strict=True):
+                to.copy_(weights)
+        dist.barrier()
+        if self.rank > 0:
+            for weights, to in zip(self.weights, shared, strict=True):
+                weights.copy_(to)
+        return self.weights
 
     def make_rota(self) -> Move:
         if self.rank == 0:
@@ -161,8 +149,10 @@ class Process:
         return send
 
 
-def process_main(pipe: Connection, args: argparse.Namespace, folder: Path, rank: int) -> None:
-    process = Process(args, folder, rank)
+def process_main(
+    pipe: Connection, args: argparse.Namespace, folder: Path, rank: int, shared: torch.Tensor
+) -> None:
+    process = Process(args, folder, rank, shared)
     pipe.send("ready")
     serve(pipe, process.turn)
 
@@ -183,8 +173,9 @@ def main() -> None:
     trainer_ms: dict[str, list[float]] = {entry: [] for entry in entries}
     num_wrong = dict.fromkeys(entries, 0)
     with Run("weights", args.readers + 1, args) as run, Workers(args.timeout) as processes:
+        shared = torch.empty(args.size // 2, dtype=torch.bfloat16).share_memory_()
         for rank in range(args.readers + 1):
-            processes.fork(process_main, args, processes.folder, rank)
+            processes.fork(process_main, args, processes.folder, rank, shared)
         processes.recv_all()
         number = 0
         # Two turns to warm up: rota's readers fill two sets of tensors in turn.
@@ -199,7 +190,7 @@ def main() -> None:
                     trainer_ms[entry].append((parts[0][1] - begin) * 1e3)
         copies_ms = median(times_ms["copies"])
         ratios = {entry: round(median(ms) / copies_ms, 3) for entry, ms in times_ms.items()}
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "entry": entry,
                 "p50_ms": round(median(ms), 2),
@@ -210,21 +201,16 @@ def main() -> None:
             }
             for entry, ms in times_ms.items()
         ]
-        print_table(
-            run.console,
-            f"{args.size / 2**20:g} MiB of bfloat16",
-            ("entry", "p50 ms", "min ms", "max ms", "trainer's part ms", "times copies", "#wrong"),
-            [
-                (
-                    entry,
-                    *(f"{of(ms):.1f}" for of in (median, min, max)),
-                    f"{median(trainer_ms[entry]):.1f}",
-                    f"{ratios[entry]:.2f}",
-                    str(num_wrong[entry]),
-                )
-                for entry, ms in times_ms.items()
-            ],
-        )
+        columns: Columns = {
+            "entry": "{entry}",
+            "p50 ms": "{p50_ms:.1f}",
+            "min ms": "{min_ms:.1f}",
+            "max ms": lambda row: f"{max(row['times_ms']):.1f}",
+            "trainer's part ms": "{trainer_p50_ms:.1f}",
+            "times the copies": lambda row: f"{ratios[row['entry']]:.2f}",
+            "#wrong": "{num_wrong}",
+        }
+        print_columns(run.console, f"{args.size / 2**20:g} MiB of bfloat16", rows, columns)
         summary: dict[str, Any] = {"times_the_copies": ratios, "target": TARGET}
         run.finish({"weights": rows, **summary}, num_wrong=sum(num_wrong.values()), **summary)
 
