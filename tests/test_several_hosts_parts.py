@@ -194,15 +194,7 @@ def test_gather_scatter_and_all_to_all_move_every_part(rank: Rank, layout: Layou
     dist.barrier()
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
-@on_layout()
-def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Layout) -> None:
-    """What DDP, FSDP and users call beside the plain collectives."""
-    rank.init()
-    n, own_rank = rank.world_size, rank.rank
-    own = float(own_rank + 1)
-    total = n * (n + 1) / 2
-
+def check_works_and_futures(n: int, own: float, total: float) -> None:
     work = dist.all_reduce(tensor := torch.full((70_001,), own), async_op=True)
     future = work.get_future()
     doubled = future.then(lambda done: done.value()[0] * 2)
@@ -224,9 +216,13 @@ def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Lay
     assert whole.tolist() == [r + 1.0 for r in range(n)]
     assert behind[0].item() == n
 
+
+def check_premultiplied_sum(own: float, total: float) -> None:
     dist.all_reduce(premul := torch.full((1000,), own), dist._make_nccl_premul_sum(0.5))
     assert premul.unique().tolist() == [total / 2]
 
+
+def check_coalescing(n: int, own: float, total: float) -> None:
     tensors = [torch.full((size,), own * size) for size in (1, 3, 50_000)]
     with _coalescing_manager(async_ops=True) as manager:
         for tensor in tensors:
@@ -242,6 +238,8 @@ def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Lay
     dist.all_reduce_coalesced(pair := [torch.full((1,), own), torch.full((2,), own)])
     assert [t.tolist() for t in pair] == [[total], [total] * 2]
 
+
+def check_objects(n: int, own_rank: int) -> None:
     gathered: list[Any] = [None] * n
     dist.all_gather_object(gathered, {"rank": own_rank, "text": "x" * 60_000 * own_rank})
     assert [(one["rank"], len(one["text"])) for one in gathered] == [
@@ -257,6 +255,8 @@ def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Lay
     dist.gather_object("x" * own_rank, collected, dst=1)
     assert collected is None or collected == ["x" * r for r in range(n)]
 
+
+def check_sparse_sums(n: int, own_rank: int) -> None:
     for places in ([], [0], [3, 1, 3]):
         indices = [[[place + r for place in places]] * 2 for r in range(n)]
         values = torch.full((len(places), 2), 3.0)
@@ -267,6 +267,20 @@ def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Lay
         ]
         dist.all_reduce(tensor := sparse[own_rank].clone())
         assert torch.equal(tensor.to_dense(), torch.stack([s.to_dense() for s in sparse]).sum(0))
+
+
+@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
+@on_layout()
+def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Layout) -> None:
+    """What DDP, FSDP and users call beside the plain collectives."""
+    rank.init()
+    n, own_rank = rank.world_size, rank.rank
+    own, total = float(own_rank + 1), n * (n + 1) / 2
+    check_works_and_futures(n, own, total)
+    check_premultiplied_sum(own, total)
+    check_coalescing(n, own, total)
+    check_objects(n, own_rank)
+    check_sparse_sums(n, own_rank)
 
 
 # ---- messages between two ranks
