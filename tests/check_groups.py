@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import Rank, Ranks
+from ranks import Body, Rank, Ranks, as_test
 
 
 def serve(rank: Rank) -> None:
@@ -59,6 +61,15 @@ class CheckGroup:
                 self._ranks.tell(rank)
             self._ranks.results()
             self.end()
+
+
+def in_group(world_size: int) -> Callable[[Callable[..., Any]], Any]:
+    """Makes `check(rank, ...)` a test on the ranks of the module's fixture `groups`."""
+
+    def run(body: Body, args: dict[str, Any]) -> None:
+        args.pop("groups")[world_size].run(functools.partial(body, **args))
+
+    return lambda body: as_test(body, 1, "groups", run)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 import rota.fsdp
-from check_groups import CheckGroup, check_groups
+from check_groups import CheckGroup, check_groups, in_group
 from heap import heap_bytes, heap_range
 from oracle import name_of
 from ranks import Rank
@@ -137,7 +137,8 @@ def train_reference(
     return model
 
 
-def check_mixed_precision(rank: Rank) -> None:
+@in_group(2)
+def test_mixed_precision_policy_narrows_parameters_and_the_wire_gradients(rank: Rank) -> None:
     """bfloat16 parameters; gradients summed in float32, in a bfloat16 wire."""
 
     class InBfloat16(nn.Module):
@@ -161,12 +162,6 @@ def check_mixed_precision(rank: Rank) -> None:
         assert_same_parameters(model, expected)  # type: ignore[arg-type]
 
 
-def test_mixed_precision_policy_narrows_parameters_and_the_wire_gradients(
-    groups: dict[int, CheckGroup],
-) -> None:
-    groups[2].run(check_mixed_precision)
-
-
 def rounded(model: nn.Module, wire: torch.dtype) -> nn.Module:
     model = copy.deepcopy(model)
     for parameter in model.parameters():
@@ -174,7 +169,11 @@ def rounded(model: nn.Module, wire: torch.dtype) -> nn.Module:
     return model
 
 
-def check_16_bit_parameters(rank: Rank, wire: torch.dtype) -> None:
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=name_of)
+@in_group(2)
+def test_parameters_in_a_16_bit_wire_are_rounded_where_they_are_used(
+    rank: Rank, wire: torch.dtype
+) -> None:
     model = shard(make_model())
     rota.fsdp.use(model, torch.bfloat16, parameter_wire_dtype=wire)  # type: ignore[arg-type]
     train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)  # type: ignore
@@ -186,14 +185,11 @@ def check_16_bit_parameters(rank: Rank, wire: torch.dtype) -> None:
     assert_same_parameters(model, expected)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=name_of)
-def test_parameters_in_a_16_bit_wire_are_rounded_where_they_are_used(
-    groups: dict[int, CheckGroup], wire: torch.dtype
+@pytest.mark.parametrize("wire", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
+@in_group(3)
+def test_parameters_in_fp8_blocks_are_equal_on_all_ranks_and_close(
+    rank: Rank, wire: torch.dtype
 ) -> None:
-    groups[2].run(check_16_bit_parameters, wire)
-
-
-def check_fp8_parameters(rank: Rank, wire: torch.dtype) -> None:
     reference = make_model()
     expected = train(
         DistributedDataParallel(reference), OPTIMIZERS["sgd"](reference.parameters()), rank.rank
@@ -218,14 +214,8 @@ def check_fp8_parameters(rank: Rank, wire: torch.dtype) -> None:
         assert (used - master).abs().le(bound).all()
 
 
-@pytest.mark.parametrize("wire", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
-def test_parameters_in_fp8_blocks_are_equal_on_all_ranks_and_close(
-    groups: dict[int, CheckGroup], wire: torch.dtype
-) -> None:
-    groups[3].run(check_fp8_parameters, wire)
-
-
-def check_memory_of_training(rank: Rank) -> None:
+@in_group(2)
+def test_training_uses_its_buffers_again(rank: Rank) -> None:
     """The second step finds the buffers of the first, and all of them are in the heap."""
     model = shard(make_model())
     rota.fsdp.use(model, torch.bfloat16)  # type: ignore[arg-type]
@@ -240,11 +230,8 @@ def check_memory_of_training(rank: Rank) -> None:
         assert parameter.grad.to_local().data_ptr() in heap_range()
 
 
-def test_training_uses_its_buffers_again(groups: dict[int, CheckGroup]) -> None:
-    groups[2].run(check_memory_of_training)
-
-
-def check_same_as_gloo(rank: Rank) -> None:
+@in_group(2)
+def test_training_in_float32_equals_gloo(rank: Rank) -> None:
     results = []
     for backend in ("rota", "gloo"):
         group = dist.new_group(backend=backend)
@@ -258,11 +245,8 @@ def check_same_as_gloo(rank: Rank) -> None:
     assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
 
 
-def test_training_in_float32_equals_gloo(groups: dict[int, CheckGroup]) -> None:
-    groups[2].run(check_same_as_gloo)  # two ranks: their sum does not depend on the order
-
-
-def check_hybrid(rank: Rank) -> None:
+@in_group(4)
+def test_hybrid_shard_rounds_once_in_each_dimension(rank: Rank) -> None:
     """Ranks 0 and 1 hold one replica and ranks 2 and 3 the other."""
     wire = torch.bfloat16
     options = rota.BackendOptions(wire_dtype=wire)
@@ -284,10 +268,6 @@ def check_hybrid(rank: Rank) -> None:
 
     expected = train_reference(rank.world_size, average, copy.deepcopy)
     assert_same_parameters(model, expected)  # type: ignore[arg-type]
-
-
-def test_hybrid_shard_rounds_once_in_each_dimension(groups: dict[int, CheckGroup]) -> None:
-    groups[4].run(check_hybrid)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -326,7 +306,8 @@ def test_bad_arguments_are_refused(call: Callable[[], object], message: str) -> 
         call()
 
 
-def check_errors_of_calls(rank: Rank) -> None:
+@in_group(2)
+def test_calls_that_cannot_work_raise_before_anything_moves(rank: Rank) -> None:
     gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
     model: Any = shard(make_model(), gloo)
     with pytest.raises(ValueError, match=r"use: group '\d+' is on the backend 'gloo' .* 'rota'; m"):
@@ -349,7 +330,3 @@ def check_errors_of_calls(rank: Rank) -> None:
     with pytest.raises(TypeError, match=r"wire_dtype is torch\.float32 for tensors of torch\.bf"):
         half(torch.ones(1, 2).bfloat16()).sum().backward()
     dist.barrier()  # the group is as good as before
-
-
-def test_calls_that_cannot_work_raise_before_anything_moves(groups: dict[int, CheckGroup]) -> None:
-    groups[2].run(check_errors_of_calls)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import rota
 import rota.fsdp
 from bucket_oracle import Format, reduce_bucket, through_wire
-from check_groups import CheckGroup, check_groups
+from check_groups import CheckGroup, check_groups, in_group
 from heap import heap_bytes, heap_range
 from oracle import (
     assert_same,
@@ -48,7 +48,20 @@ def in_memory(values: torch.Tensor, comm: Any, in_heap: bool) -> torch.Tensor:
 PART_ELEMS = (0, 1, 63, 513, 150_001)
 
 
-def check_reduce_scatter(rank: Rank, dtype: torch.dtype, wire: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=name_of,
+)
+@in_group(3)
+def test_reduce_scatter_rounds_contributions_and_sum_once(
+    rank: Rank, dtype: torch.dtype, wire: torch.dtype
+) -> None:
     comm = rota.fsdp.ReduceScatter(wire)
     for elems, in_heap in itertools.product(PART_ELEMS, (True, False)):
         inputs = random_patterns(rank.world_size, elems * rank.world_size, dtype)
@@ -65,22 +78,6 @@ def check_reduce_scatter(rank: Rank, dtype: torch.dtype, wire: torch.dtype) -> N
             assert_same(whole, inputs[rank.rank], "the input is left as it is")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.float32, torch.float32),
-        (torch.float16, torch.bfloat16),
-    ],
-    ids=name_of,
-)
-def test_reduce_scatter_rounds_contributions_and_sum_once(
-    groups: dict[int, CheckGroup], dtype: torch.dtype, wire: torch.dtype
-) -> None:
-    groups[3].run(check_reduce_scatter, dtype, wire)
-
-
 @on_ranks(4)
 def test_reduce_scatter_adds_in_the_order_of_the_backend(rank: Rank) -> None:
     rank.init(pg_options=rota.BackendOptions(order="tree", num_shards=8))
@@ -94,7 +91,8 @@ def test_reduce_scatter_adds_in_the_order_of_the_backend(rank: Rank) -> None:
         assert_same(part, expected.chunk(rank.world_size)[rank.rank], f"wire {wire}")
 
 
-def check_no_rounding_per_hop(rank: Rank) -> None:
+@in_group(3)
+def test_sums_in_a_16_bit_wire_are_not_rounded_at_each_rank(rank: Rank) -> None:
     """1 + 2^-8 + 2^-8 in bfloat16 is 1 if each addition is rounded, and 1 + 2^-7 if the sum is."""
     own = 1.0 if rank.rank == 0 else 2.0**-8
     comm = rota.fsdp.ReduceScatter(torch.bfloat16)
@@ -103,11 +101,8 @@ def check_no_rounding_per_hop(rank: Rank) -> None:
     assert output.item() == 1 + 2**-7
 
 
-def test_sums_in_a_16_bit_wire_are_not_rounded_at_each_rank(groups: dict[int, CheckGroup]) -> None:
-    groups[3].run(check_no_rounding_per_hop)
-
-
-def check_parts_that_peers_cannot_read(rank: Rank) -> None:
+@in_group(2)
+def test_reduce_scatter_of_inputs_that_peers_cannot_read_in_place(rank: Rank) -> None:
     """The output lies where peers would read: in place they would see it half written."""
     elems = 100_000
     comm = rota.fsdp.ReduceScatter()
@@ -126,13 +121,21 @@ def check_parts_that_peers_cannot_read(rank: Rank) -> None:
     assert torch.equal(output, torch.full((elems,), 3.0))
 
 
-def test_reduce_scatter_of_inputs_that_peers_cannot_read_in_place(
-    groups: dict[int, CheckGroup],
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.float32, torch.float8_e5m2),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
+    ids=name_of,
+)
+@in_group(3)
+def test_all_gather_gives_all_ranks_the_values_of_the_wire(
+    rank: Rank, dtype: torch.dtype, wire: torch.dtype
 ) -> None:
-    groups[2].run(check_parts_that_peers_cannot_read)
-
-
-def check_all_gather(rank: Rank, dtype: torch.dtype, wire: torch.dtype) -> None:
     comm = rota.fsdp.AllGather(wire)
     form = Format(wire, wire.itemsize == 1)
     for elems, is_async in itertools.product(PART_ELEMS, (True, False)):
@@ -152,24 +155,8 @@ def check_all_gather(rank: Rank, dtype: torch.dtype, wire: torch.dtype) -> None:
         assert_same(output, expected, f"{elems}, async={is_async}")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wire"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.float32, torch.float8_e4m3fn),
-        (torch.float32, torch.float8_e5m2),
-        (torch.bfloat16, torch.float8_e4m3fn),
-    ],
-    ids=name_of,
-)
-def test_all_gather_gives_all_ranks_the_values_of_the_wire(
-    groups: dict[int, CheckGroup], dtype: torch.dtype, wire: torch.dtype
-) -> None:
-    groups[3].run(check_all_gather, dtype, wire)
-
-
-def check_mismatch(rank: Rank) -> None:
+@in_group(2)
+def test_ranks_with_different_wires_are_a_mismatch(rank: Rank) -> None:
     wires = (torch.bfloat16, torch.float16)
     tensor = torch.ones(20)
     with pytest.raises(rota.Mismatch, match=r"wire bfloat16.*wire float16"):
@@ -179,10 +166,6 @@ def check_mismatch(rank: Rank) -> None:
             torch.zeros(10), tensor, default_group(), dist.ReduceOp.SUM
         )
     assert torch.equal(tensor, torch.ones(20))
-
-
-def test_ranks_with_different_wires_are_a_mismatch(groups: dict[int, CheckGroup]) -> None:
-    groups[2].run(check_mismatch)
 
 
 def test_buffers_are_read_in_place_and_used_again() -> None:
