@@ -245,8 +245,7 @@ def test_training_in_float32_equals_gloo(rank: Rank) -> None:
     assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
 
 
-@in_group(4)
-def test_hybrid_shard_rounds_once_in_each_dimension(rank: Rank) -> None:
+def check_hybrid(rank: Rank) -> None:
     """Ranks 0 and 1 hold one replica and ranks 2 and 3 the other."""
     wire = torch.bfloat16
     options = rota.BackendOptions(wire_dtype=wire)
@@ -268,6 +267,10 @@ def test_hybrid_shard_rounds_once_in_each_dimension(rank: Rank) -> None:
 
     expected = train_reference(rank.world_size, average, copy.deepcopy)
     assert_same_parameters(model, expected)  # type: ignore[arg-type]
+
+
+def test_hybrid_shard_rounds_once_in_each_dimension(groups: dict[int, CheckGroup]) -> None:
+    groups[4].run(check_hybrid)
 
 
 # ---- errors --------------------------------------------------------------------------------------
