@@ -82,7 +82,9 @@ def calls_between_hosts(window: rota.Window, ring: TcpRing, num_bytes: int) -> d
         "put": lambda: window.put(source, 1),
         "get": lambda: window.get(target, 1),
         "accumulate": lambda: window.accumulate(source, 1),
-        "accumulate float16": lambda: window.accumulate(source, 1, wire_dtype=torch.float16),
+        "accumulate float16": lambda: window.accumulate(
+            source, 1, wire_dtype=torch.float16, block_scaling=False
+        ),
     }
 
 

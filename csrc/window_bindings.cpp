@@ -58,13 +58,13 @@ void bind_windows(py::module_ module) {
       .def(
           "accumulate",
           [](TensorWindow& self, const at::Tensor& tensor, int rank, int64_t offset,
-             std::optional<at::ScalarType> wire_dtype, bool block_scaling) {
+             std::optional<at::ScalarType> wire_dtype, std::optional<bool> block_scaling) {
             std::optional<rota::WireFormat> wire;
             if (wire_dtype) wire = parse_wire("Window.accumulate", *wire_dtype, block_scaling);
             self.accumulate(tensor, rank, offset, wire);
           },
           py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,
-          py::arg("wire_dtype") = py::none(), py::arg("block_scaling") = false, ReleaseGil())
+          py::arg("wire_dtype") = py::none(), py::arg("block_scaling") = py::none(), ReleaseGil())
       .def("view", &TensorWindow::view, py::arg("rank"), ReleaseGil())
       .def("signal", &TensorWindow::signal, py::arg("rank"), py::arg("channel") = 0, ReleaseGil())
       .def("wait_signal", &TensorWindow::wait_signal, py::arg("rank"), py::arg("channel") = 0,

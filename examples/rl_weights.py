@@ -76,7 +76,7 @@ def generate(model: GPT, num_bytes: int) -> str:
 def trainer(port: int, pipe: Connection, text: torch.Tensor, wire_dtype: str | None) -> None:
     """Trains and publishes until told to stop; then sends the loss of every version, and times."""
     wire = None if wire_dtype is None else getattr(torch, wire_dtype)
-    store = open_store(port, rank=0, wire_dtype=wire)
+    store = open_store(port, rank=0, wire_dtype=wire, block_scaling=False)
     torch.manual_seed(0)
     model = GPT(CONFIG)
     rounded = GPT(CONFIG)  # what the samplers get

@@ -67,9 +67,11 @@ OrderOptions parse_order(std::string_view collective, std::string_view order,
   });
 }
 
-WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype, bool block_scaling) {
+WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype,
+                      std::optional<bool> block_scaling) {
   return with_python_errors([&]() -> WireFormat {
-    return {known_dtype(wire_dtype, collective, "wire_dtype", is_wire_dtype), block_scaling};
+    const DType dtype = known_dtype(wire_dtype, collective, "wire_dtype", is_wire_dtype);
+    return {dtype, block_scaling.value_or(has_block_scaling(dtype))};
   });
 }
 

@@ -21,7 +21,9 @@ AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view 
 // order: "rank" or "tree".
 OrderOptions parse_order(std::string_view collective, std::string_view order,
                          std::optional<int64_t> group_size, std::optional<int64_t> num_shards);
-WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype, bool block_scaling);
+// block_scaling: none is where the wire is narrow.
+WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype,
+                      std::optional<bool> block_scaling);
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm,
                                    const OrderOptions& order);

@@ -15,6 +15,7 @@ from rota import _C, _torch, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
+from rota.options import scales_blocks
 from rota.rendezvous.groups import StoreRanks, rota_backend
 from rota.rendezvous.joint import JointSteps
 from rota.window import make_window
@@ -52,7 +53,7 @@ class BackendOptions(_C.BackendOptions):
         num_shards: int | None = None,
         engine: dist.ProcessGroup | None = None,
         inter_wire_dtype: torch.dtype | None = None,
-        inter_block_scaling: bool = False,
+        inter_block_scaling: bool | None = None,
     ) -> None:
         super().__init__(
             dist.default_pg_timeout,
@@ -61,7 +62,7 @@ class BackendOptions(_C.BackendOptions):
             order,
             num_shards,
             inter_wire_dtype,
-            inter_block_scaling,
+            scales_blocks(inter_wire_dtype, inter_block_scaling),
         )
         self.engine = engine
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rota import _C
+from rota import _C, options
 from rota.engine import engine_chooser
 from rota.errors import RotaError
 from rota.rendezvous.groups import member_group, qualified_name
@@ -46,8 +46,7 @@ class Communicator(_C.Communicator):
         inter_wire_dtype: what sums of wider floating tensors are rounded to between hosts, once on
             their way out of a host and once as a result, where a call names no wire_dtype. None:
             no rounding; sums of 16-bit tensors travel in float32.
-        inter_block_scaling: scale each block of inter_wire_dtype by a power of two, as
-            `rota.HookState` does; for float16 and float8.
+        inter_block_scaling: the block_scaling of inter_wire_dtype, as in `rota.HookState`.
 
     Ranks share a host if their processes can share memory; ROTA_HOST_ID overrides that. On several
     hosts, all_reduce, reduce, reduce_scatter, all_gather, broadcast and barrier are hierarchical:
@@ -72,7 +71,7 @@ class Communicator(_C.Communicator):
         slot_bytes: int = DEFAULT_SLOT_BYTES,
         engine: dist.ProcessGroup | None = None,
         inter_wire_dtype: torch.dtype | None = None,
-        inter_block_scaling: bool = False,
+        inter_block_scaling: bool | None = None,
     ) -> None:
         pg = member_group(group, "Communicator")
         steps = JointSteps.over(pg, "Communicator")
@@ -88,7 +87,7 @@ class Communicator(_C.Communicator):
                 slot_bytes=slot_bytes,
                 choose_engine=engine_chooser(engine, timeout, steps.check_all),
                 inter_wire_dtype=inter_wire_dtype,
-                inter_block_scaling=inter_block_scaling,
+                inter_block_scaling=options.scales_blocks(inter_wire_dtype, inter_block_scaling),
                 check_peers=check_peers,
                 why_ended=steps.why_ended,
             )

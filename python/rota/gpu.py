@@ -71,7 +71,7 @@ class LocalGroup(_LocalGroup):
 
 
 class GradientBucket(_GradientBucket):
-    """CUDA gradients and their wire format: packed in one launch, unpacked in another.
+    """CUDA gradients and their wire, by default float16: packed in one launch, unpacked in another.
 
     Does what `rota.fused_hook` does around its all-reduce, for use with your own all-reduce. The
     numbers are those of `Communicator.reduce_bucket`. Both calls are queued on the current stream.
@@ -80,7 +80,7 @@ class GradientBucket(_GradientBucket):
         gradients: contiguous, of one dtype (float32, float64, float16 or bfloat16), on one CUDA
             device. Their memory is read and written by every call.
         wire_dtype: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-        block_scaling: None means True for float16 and float8.
+        block_scaling: as in `rota.HookState`.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -101,9 +101,8 @@ class GradientBucket(_GradientBucket):
         block_scaling: bool | None = None,
     ) -> None:
         _check_build("GradientBucket")
-        if block_scaling is None:
-            block_scaling = options.is_narrow(wire_dtype)
-        super().__init__(list(gradients), wire_dtype, block_scaling)
+        in_blocks = options.scales_blocks(wire_dtype, block_scaling)
+        super().__init__(list(gradients), wire_dtype, in_blocks)
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:

@@ -5,7 +5,7 @@ what is valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -23,9 +23,9 @@ _NARROW_DTYPES = _dtypes(_C.BLOCK_SCALED_DTYPES)  # the others have float32's ra
 MAX_NUM_SHARDS = 2**30  # they are counted in 32 bits
 
 
-def is_narrow(wire_dtype: object) -> bool:
-    """Whether a wire dtype's range is so small that blocks are scaled by default."""
-    return wire_dtype in _NARROW_DTYPES
+def scales_blocks(wire_dtype: object, block_scaling: bool | None = None) -> bool:
+    """What block_scaling means, wherever it is an argument: None is where the wire is narrow."""
+    return wire_dtype in _NARROW_DTYPES if block_scaling is None else block_scaling
 
 
 def check_model(caller: str, model: object) -> None:
@@ -104,6 +104,11 @@ def listed(caller: str, parameters: Iterable[torch.Tensor] | torch.Tensor) -> li
                 f"model.parameters()"
             )
     return tensors
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def check_state_dict(caller: str, state_dict: object, keys: Iterable[str]) -> None:

@@ -141,7 +141,7 @@ def reduce_to_one(rank: Rank, layout: Layout) -> None:
         source = random_inputs(n, size * n, dtype)[own]
         connected.same_scattered(source, f"reduce_scatter {case}")
     source = random_inputs(n, 3000 * n, torch.float32)[own]
-    narrow = Connected(rank, inter_wire_dtype=torch.float16)
+    narrow = Connected(rank, inter_wire_dtype=torch.float16, inter_block_scaling=False)
     narrow.same_scattered(source, "reduce_scatter in float16", "avg")
 
 
@@ -335,7 +335,9 @@ def test_memory_of_a_dropped_tensor_is_not_reused_too_early() -> None:
 def use_backend(rank: Rank, layout: Layout) -> None:
     init_on_gpu(rank)
     engine = make_engine()
-    options = rota.BackendOptions(engine=engine, inter_wire_dtype=torch.float16)
+    options = rota.BackendOptions(
+        engine=engine, inter_wire_dtype=torch.float16, inter_block_scaling=False
+    )
     group = dist.new_group(backend="rota", pg_options=options, timeout=timedelta(seconds=WAIT_S))
     inputs = random_inputs(rank.world_size, 5000, torch.float32)
     expected = by_hosts(inputs, layout, "avg", Format(torch.float16, False))

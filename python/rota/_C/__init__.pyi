@@ -234,7 +234,7 @@ class Window:
         rank: int,
         offset: int = 0,
         wire_dtype: torch.dtype | None = None,
-        block_scaling: bool = False,
+        block_scaling: bool | None = None,
     ) -> None:
         """Adds `tensor` to rank `rank`'s window, atomically in each chunk of 64 KiB.
 
@@ -245,8 +245,8 @@ class Window:
         Args:
             wire_dtype: rounds each element of the contribution first, as on its way to another
                 host; for float32 windows. None: no rounding.
-            block_scaling: of wire_dtype, as `rota.HookState`; blocks start at the first element of
-                `tensor`.
+            block_scaling: of wire_dtype, as in `rota.HookState`; blocks start at the first element
+                of `tensor`.
 
         Raises: as put(), and rota.Timeout.
         """

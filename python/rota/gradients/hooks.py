@@ -15,7 +15,7 @@ from rota.gradients.state import HookState, telling_peers
 
 
 def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages the bucket over the ranks, with one pass to read it and one to write it.
+    """Averages the bucket over the ranks, in float16 by default: one pass reads it, one writes it.
 
     Args:
         state: the options; one state per model.

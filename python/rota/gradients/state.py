@@ -34,8 +34,8 @@ live_states: weakref.WeakSet[HookState] = weakref.WeakSet()
 
 
 class HookState:
-    """Options and memory of `rota.fused_hook` and `rota.reduce_gradients`; make one per model, with
-    the same options on every rank.
+    """Options and memory of `rota.fused_hook` and `rota.reduce_gradients`, with float16 on the wire
+    by default; make one per model, with the same options on every rank.
 
     After a backward pass the gradients are averaged and divided by `loss_scale`, and every rank has
     the same `found_inf` and `grad_norm()` without reading a gradient again. `rota.amp.GradScaler`
@@ -55,8 +55,8 @@ class HookState:
             float8_e5m2. Sums are kept in float32.
         block_scaling: scale each block of 32 or 64 elements by its own power of two, so that none
             overflows and few underflow (E8M0 scales as in the OCP Microscaling specification 1.0);
-            for float16 and float8, where it is the default. Blocks are counted from the start of
-            a bucket, so results then depend, within the error bound, on how DDP makes its buckets.
+            for float16 and float8, where None means True. Blocks are counted from the start of a
+            bucket, so results then depend, within the error bound, on how DDP makes its buckets.
         inter_wire_dtype: instead of wire_dtype, where the ranks are on several hosts, with scaled
             blocks if it is float16 or float8. Only what crosses between hosts is rounded then: a
             host's ranks add their gradients in float32, and error feedback is about their sum.
@@ -130,7 +130,7 @@ class HookState:
         replicas: Replicas | None = None,
     ) -> None:
         check_group("rota.HookState", "model_group", model_group)
-        in_blocks = options.is_narrow(wire_dtype) if block_scaling is None else block_scaling
+        in_blocks = options.scales_blocks(wire_dtype, block_scaling)
         self._model: NamedModel | NamedCopies | None = None
 
         def check() -> None:
@@ -146,7 +146,7 @@ class HookState:
                 options.check_flag(name, flag)
             options.check_wire(wire_dtype, in_blocks)
             if inter_wire_dtype is not None:
-                options.check_wire(inter_wire_dtype, options.is_narrow(inter_wire_dtype))
+                options.check_wire(inter_wire_dtype, options.scales_blocks(inter_wire_dtype))
             options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
             options.check_factor("loss_scale", loss_scale)
             options.check_seed("rota.HookState", seed)
@@ -420,7 +420,7 @@ class HookState:
         wire_dtype, block_scaling = self.wire_dtype, self.block_scaling
         if self.inter_wire_dtype is not None and communicator.num_hosts > 1:
             wire_dtype = self.inter_wire_dtype
-            block_scaling = options.is_narrow(wire_dtype)
+            block_scaling = options.scales_blocks(wire_dtype)
         future = communicator.reduce_bucket_future(
             buffer,
             entry.stats,

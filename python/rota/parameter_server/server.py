@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rota import _C
+from rota import _C, options
 from rota.errors import PeerFailed, RotaError, Timeout, TransportError
 from rota.parameter_server import arguments, saving
 from rota.parameter_server.connection import Connection
@@ -111,7 +111,7 @@ class ParameterServer:
             one over the number of workers.
         wire_dtype: rounds pushes, as in HookState; None or float32: no rounding. Sums and
             parameters stay float32.
-        block_scaling: scale blocks of 32 or 64 elements, as in HookState; for float16 and float8.
+        block_scaling: scale blocks of 32 or 64 elements, as in HookState.
         error_feedback: add each rounding error to the worker's next push (Seide et al. 2014); needs
             4 bytes per parameter. An Inf or NaN is pushed, but leaves no error behind.
         delay_compensation: lambda of DC-ASGD (Zheng et al., ICML 2017): a delayed gradient g
@@ -156,7 +156,7 @@ class ParameterServer:
         staleness: int | None = None,
         average_weights: bool = False,
         wire_dtype: torch.dtype | None = None,
-        block_scaling: bool = False,
+        block_scaling: bool | None = None,
         error_feedback: bool = False,
         delay_compensation: float = 0.0,
         lr_lambda: Callable[[int], float] | None = None,
@@ -173,11 +173,12 @@ class ParameterServer:
             arguments.check_weights(
                 average_weights, make_optimizer, error_feedback, delay_compensation, lr_lambda
             )
-            wire = arguments.check_wire(wire_dtype, block_scaling, error_feedback)
+            in_blocks = options.scales_blocks(wire_dtype, block_scaling)
+            wire = arguments.check_wire(wire_dtype, in_blocks, error_feedback)
             self._servers = arguments.ranks_that_serve(servers, self._world_size)
             self._num_replicas = arguments.num_replicas(replicas, len(self._servers))
             self._named = arguments.named_parameters(parameters_or_module)
-            self._wire = Wire(wire, block_scaling)
+            self._wire = Wire(wire, in_blocks)
             shapes = [f"{list(p.shape)} {p.dtype}" for p in self._named.values()]
             return {
                 "host": _C.host_id(),

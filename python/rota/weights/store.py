@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from rota import _C, timeouts
+from rota import _C, options, timeouts
 from rota.shared.wire import Wire
 from rota.weights.directory import Directory
 from rota.weights.layout import WeightShard, name_of
@@ -51,8 +51,8 @@ class WeightStore:
         wire_dtype: of a publisher: stores tensors of a wider float dtype rounded to this one, once
             and to nearest: float16, bfloat16, float8_e4m3fn or float8_e5m2. float64 is rounded to
             float32 first. Readers get the dtype that was published.
-        block_scaling: of wire_dtype: every 32 (float8_e4m3fn) or 64 elements get a scale of their
-            own, as in `rota.HookState`.
+        block_scaling: of wire_dtype, as in `rota.HookState`: every 32 (float8_e4m3fn) or 64
+            elements get a scale of their own.
         timeout: of each publish() and pull(); None is that of the store.
 
     Raises:
@@ -78,7 +78,7 @@ class WeightStore:
         group: dist.ProcessGroup | None = None,
         shards: Mapping[str, WeightShard | torch.Tensor] | None = None,
         wire_dtype: torch.dtype | None = None,
-        block_scaling: bool = False,
+        block_scaling: bool | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         if not isinstance(store, dist.Store):
@@ -190,7 +190,9 @@ class WeightStore:
             self._publisher.close()
 
 
-def _checked_wire(rank: int | None, wire_dtype: torch.dtype | None, block_scaling: bool) -> Wire:
+def _checked_wire(
+    rank: int | None, wire_dtype: torch.dtype | None, block_scaling: bool | None
+) -> Wire:
     if wire_dtype is None:
         if block_scaling:
             raise ValueError("rota.WeightStore: block_scaling needs a wire_dtype")
@@ -199,6 +201,7 @@ def _checked_wire(rank: int | None, wire_dtype: torch.dtype | None, block_scalin
         raise ValueError(
             "rota.WeightStore: wire_dtype is the publisher's, which readers follow; leave it out"
         )
+    block_scaling = options.scales_blocks(wire_dtype, block_scaling)
     names = _C.BLOCK_SCALED_DTYPES if block_scaling else _C.WIRE_DTYPES
     allowed = [name for name in names if name != "float32"]
     if name_of(wire_dtype) not in allowed:
