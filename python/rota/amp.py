@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from rota import _torch
 from rota.gradients.state import HookState
+from rota.options import parameters_of
 from rota.sharding import local_of
 
 
@@ -106,7 +107,7 @@ class GradScaler(torch.amp.GradScaler):
         if self.is_enabled():
             if not _torch.is_unscaled(self, optimizer):
                 self.unscale_(optimizer)  # otherwise torch lets a fused optimizer unscale
-            self._stepped.update(id(parameter) for parameter in _parameters_of(optimizer))
+            self._stepped.update(id(parameter) for parameter in parameters_of(optimizer))
             if any(state.has_memory for state in self._states):
                 found = _torch.found_inf_of(self, optimizer)
                 self._tell(optimizer, was_used=not any(found.values()))
@@ -155,7 +156,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _tell(self, optimizer: torch.optim.Optimizer, was_used: bool) -> None:
         for state in filter(self._has_reduced, self._states):
-            seen = [p for p in _parameters_of(optimizer) if id(p) in state.results.seen]
+            seen = [p for p in parameters_of(optimizer) if id(p) in state.results.seen]
             state.results.outcome.tell(seen, was_used)
 
     def _scale_again(self, state: HookState, scale: float) -> None:
@@ -187,7 +188,7 @@ class GradScaler(torch.amp.GradScaler):
         self._unscaled.add(optimizer)
         results: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 is_result = any(state.results.saw(parameter) for state in states)
                 (results if is_result else others).append(parameter)
@@ -230,7 +231,7 @@ class GradScaler(torch.amp.GradScaler):
         return (
             state.model_group is not None
             and self._has_reduced(state)
-            and any(state.is_for(parameter) for parameter in _parameters_of(optimizer))
+            and any(state.is_for(parameter) for parameter in parameters_of(optimizer))
         )
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -240,11 +241,6 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _torch.override_unscaling(GradScaler, GradScaler._unscale)
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _are_finite(parameters: list[torch.Tensor], states: list[HookState]) -> bool:

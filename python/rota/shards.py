@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota import _torch, options
 from rota._C import schedule
-from rota.gradients.reduction import reduce_gradients
+from rota.gradients.reduction import each_complete, reduce_gradients
 from rota.gradients.rounding import split_mix_64
 from rota.gradients.state import HookState
 
@@ -279,27 +279,18 @@ class LogicalShards:
         if len(self._spares) != len(parameters):
             self._spares = [[] for _ in parameters]
         place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
-        num_seen = [0] * len(parameters)
 
-        def on_gradient(parameter: torch.Tensor) -> None:
-            place = place_of[id(parameter)]
-            num_seen[place] += 1
-            if num_seen[place] > num_backwards:
-                raise RuntimeError(
-                    f"rota.LogicalShards: a gradient of shape {list(parameter.shape)} has come "
-                    f"{num_seen[place]} times, expected {num_backwards}; pass the number of "
-                    f"backward passes of a shard as num_backwards"
-                )
-            if num_seen[place] == num_backwards:
-                self._add(place, parameter)
+        def add(parameter: torch.Tensor) -> None:
+            self._add(place_of[id(parameter)], parameter)
 
-        with contextlib.ExitStack() as hooks:
-            for parameter in parameters:
-                hooks.callback(parameter.register_post_accumulate_grad_hook(on_gradient).remove)
+        def describe(parameter: torch.Tensor) -> str:
+            return f"rota.LogicalShards: a gradient of shape {list(parameter.shape)}"
+
+        with each_complete(parameters, num_backwards, add, describe, "of a shard") as num_seen:
             yield
-        for place, parameter in enumerate(parameters):
-            if num_seen[place] < num_backwards:
-                self._add(place, parameter)
+        for parameter in parameters:
+            if num_seen[id(parameter)] < num_backwards:
+                add(parameter)
 
     @torch.no_grad()
     def _add(self, place: int, parameter: torch.Tensor) -> None:

@@ -166,10 +166,10 @@ def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
 
 def _note_change(optimizer: torch.optim.Optimizer) -> None:
     """Counts unscaling as a change of the gradients; torch's operator leaves their versions."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if any(state.results.is_current(parameter) for state in live_states):
-                torch.autograd.graph.increment_version(parameter.grad)
+    for parameter in options.parameters_of(optimizer):
+        current = any(state.results.is_current(parameter) for state in live_states)
+        if current and parameter.grad is not None:
+            torch.autograd.graph.increment_version(parameter.grad)
 
 
 _torch.after_unscaling(_note_change)
@@ -180,11 +180,10 @@ _torch.after_unscaling(_note_change)
 
 def _can_fold(optimizer: torch.optim.Optimizer, with_gradient: dict[int, torch.Tensor]) -> bool:
     """Whether the optimizer divides by a grad_scale, and steps these gradients and no others."""
-    groups = optimizer.param_groups
-    stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None}
+    stepped = {id(p) for p in options.parameters_of(optimizer) if p.grad is not None}
     return (
         _torch.takes_grad_scale(optimizer)
-        and all(group.get("fused") for group in groups)
+        and all(group.get("fused") for group in optimizer.param_groups)
         and stepped == with_gradient.keys()
     )
 
@@ -225,12 +224,7 @@ def _unfold(ref: weakref.ref[torch.optim.Optimizer]) -> None:
 def _multiply_folded(with_gradient: dict[int, torch.Tensor]) -> None:
     """Applies pending folds to these gradients now, before they are read."""
     for optimizer, fold in list(_folds.items()):
-        gradients = {
-            id(p): p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        }
+        gradients = {id(p): p.grad for p in options.parameters_of(optimizer) if p.grad is not None}
         if gradients.keys() & with_gradient.keys():
             _torch.multiply([local_of(g) for g in gradients.values()], fold.factor)
             _unfold(weakref.ref(optimizer))

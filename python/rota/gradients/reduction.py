@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,40 @@ def overlap_gradients(
         reduction.finish()
 
 
+@contextlib.contextmanager
+def each_complete(
+    parameters: Iterable[torch.Tensor],
+    num_backwards: int,
+    on_complete: Callable[[torch.Tensor], None],
+    describe: Callable[[torch.Tensor], str],
+    where: str,
+) -> Iterator[Counter[int]]:
+    """A context that calls `on_complete` with each parameter whose gradient has come so many times.
+
+    Gives how often each has come, by id().
+
+    Args:
+        describe, where: a gradient and its backward passes, for the RuntimeError if one comes more
+            often.
+    """
+    num_seen = Counter[int]()
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        num_seen[id(parameter)] += 1
+        if num_seen[id(parameter)] > num_backwards:
+            raise RuntimeError(
+                f"{describe(parameter)} has come {num_seen[id(parameter)]} times, expected "
+                f"{num_backwards}; pass the number of backward passes {where} as num_backwards"
+            )
+        if num_seen[id(parameter)] == num_backwards:
+            on_complete(parameter)
+
+    with contextlib.ExitStack() as hooks:
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(on_gradient).remove)
+        yield num_seen
+
+
 class Reduction:
     """One reduction of a list of gradients; its buckets start in order."""
 
@@ -130,28 +164,20 @@ class Reduction:
         """Starts buckets in backward passes, when their gradients have come so many times."""
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters()}
         num_awaited = Counter({bucket: len(bucket.parameters()) for bucket in self._buckets})
-        num_seen = Counter[int]()
 
-        def on_gradient(parameter: torch.Tensor) -> None:
-            num_seen[id(parameter)] += 1
-            if num_seen[id(parameter)] > num_backwards:
-                raise RuntimeError(
-                    f"rota.overlap_gradients: the gradient of {self._name(parameter)} has come "
-                    f"{num_seen[id(parameter)]} times, expected {num_backwards}; pass the number "
-                    f"of backward passes in the context as num_backwards"
-                )
-            if num_seen[id(parameter)] == num_backwards:
-                num_awaited[bucket_of[id(parameter)]] -= 1
+        def on_complete(parameter: torch.Tensor) -> None:
+            num_awaited[bucket_of[id(parameter)]] -= 1
             with telling_peers(self._state):
                 while not self._all_started and num_awaited[self._next_bucket] == 0:
                     self._start()
 
-        hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in self._parameters]
-        try:
+        def describe(parameter: torch.Tensor) -> str:
+            return f"rota.overlap_gradients: the gradient of {self._name(parameter)}"
+
+        with each_complete(
+            self._parameters, num_backwards, on_complete, describe, "in the context"
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def start(self) -> None:
         """Starts the buckets that have not started, and waits for none."""

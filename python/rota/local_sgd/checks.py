@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rota import options
 from rota.errors import Mismatch
 from rota.gradients.state import HookState
 from rota.local_sgd.synced import Synced
@@ -63,7 +64,7 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None
             f"torch.optim.Optimizer of the model's parameters"
         )
     names = {id(p): name for name, p in module.named_parameters()}
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    given = set(map(id, options.parameters_of(optimizer)))
     missing = [
         name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given
     ]
