@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 import rota
 from rota import _torch
@@ -209,14 +210,15 @@ _torch_unscaling = torch.amp.GradScaler._unscale_grads_
 
 def test_scaler_keeps_what_it_found_until_update() -> None:
     scaler, optimizer = scaled()
-    assert not _torch.is_unscaled(scaler, optimizer), "GradScaler._per_optimizer_states, OptState"
+    noted = _torch.unscaled_by(scaler)
+    assert noted[id(optimizer)]["stage"] is OptState.READY, "GradScaler._per_optimizer_states"
     scaler.unscale_(optimizer)
-    assert _torch.is_unscaled(scaler, optimizer), "torch.amp.grad_scaler.OptState.READY"
-    (found,) = _torch.found_inf_of(scaler, optimizer).values()
+    assert noted[id(optimizer)]["stage"] is not OptState.READY, "torch.amp.grad_scaler.OptState"
+    (found,) = noted[id(optimizer)]["found_inf_per_device"].values()
     assert not found, "GradScaler._per_optimizer_states[...]['found_inf_per_device']"
-    _torch.forget_iteration(scaler)
+    noted.clear()
     scaler.unscale_(optimizer)  # not twice in its eyes
-    _torch.found_inf_of(scaler, "a model")[CPU] = torch.ones(())
+    noted[id("a model")]["found_inf_per_device"] = {CPU: torch.ones(())}
     scaler.update()
     assert scaler.get_scale() == 2.0, "GradScaler._per_optimizer_states, as update() reads it"
 

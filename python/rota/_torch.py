@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 
@@ -60,7 +59,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def timeout_of(backend: Backend) -> timedelta | None:
-    """None for one that has none, as torch's `fake`. Without it, timeouts are the store's."""
+    """That of its options, if it has any. Without it, timeouts are the store's."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
@@ -225,27 +224,14 @@ def after_unscaling(callback: Callable[[Any], None]) -> None:
     torch.amp.GradScaler._unscale_grads_ = unscale_and_call  # type: ignore[assignment,method-assign]
 
 
-def found_inf_of(
-    scaler: torch.amp.GradScaler, optimizer: object
-) -> dict[torch.device, torch.Tensor]:
-    """What update() reads of this iteration: may be changed, and have others than optimizers.
+def unscaled_by(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """What unscale_() has noted since the last update(), by id() of the optimizer: its "stage" and
+    "found_inf_per_device", which update() reads. Others than optimizers may be added.
 
     Without it, the stages of a model adapt their scales differently, and error feedback forgets
     what a skipped step owes.
     """
-    record = scaler._per_optimizer_states[id(optimizer)]
-    found: dict[torch.device, torch.Tensor] = record["found_inf_per_device"]
-    return found
-
-
-def is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether unscale_() ran in this iteration. Without it, fused optimizers unscale results."""
-    return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
-
-
-def forget_iteration(scaler: torch.amp.GradScaler) -> None:
-    """Takes back what unscale_() has noted. Without it, it raises once ranks have changed."""
-    scaler._per_optimizer_states.clear()
+    return scaler._per_optimizer_states
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:

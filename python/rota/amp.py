@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from rota import _torch
 from rota.gradients.state import HookState
@@ -105,11 +106,11 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Calls optimizer.step(*args, **kwargs) if its gradients are finite, like torch's."""
         if self.is_enabled():
-            if not _torch.is_unscaled(self, optimizer):
+            if _torch.unscaled_by(self)[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)  # otherwise torch lets a fused optimizer unscale
             self._stepped.update(id(parameter) for parameter in parameters_of(optimizer))
             if any(state.has_memory for state in self._states):
-                found = _torch.found_inf_of(self, optimizer)
+                found = _torch.unscaled_by(self)[id(optimizer)]["found_inf_per_device"]
                 self._tell(optimizer, was_used=not any(found.values()))
         return super().step(optimizer, *args, **kwargs)
 
@@ -124,7 +125,8 @@ class GradScaler(torch.amp.GradScaler):
                     found = torch.tensor(
                         float(state.results.found_inf), dtype=torch.float32, device="cpu"
                     )
-                    _torch.found_inf_of(self, state)[found.device] = found
+                    record = _torch.unscaled_by(self)[id(state)]
+                    record["found_inf_per_device"] = {found.device: found}
         super().update(new_scale)
         self._start_iteration()
 

@@ -53,6 +53,6 @@ def of_group(pg: HasStore) -> timedelta:
     if isinstance(pg, dist.ProcessGroup):
         for device in _torch.devices_of(pg):
             timeout = _torch.timeout_of(_torch.unwrapped(_torch.backend_of(pg, device)))
-            if timeout is not None:
+            if isinstance(timeout, timedelta):  # torch's `fake` backend has none
                 return usable(timeout)
     return of_store(pg.get_group_store())

@@ -330,7 +330,7 @@ class GradScalerPart(Part):
 
     def regroup(self) -> None:
         # What unscale_() has done in a step that was dropped.
-        _torch.forget_iteration(self.target)
+        _torch.unscaled_by(self.target).clear()
 
 
 @torch.no_grad()

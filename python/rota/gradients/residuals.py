@@ -5,8 +5,8 @@ the step is skipped, the result is thrown away. That is known when the next redu
 then the residuals before and after both exist.
 
 DDP rebuilds its buckets after the first step, in the order in which gradients came, and again in a
-new process. So each bucket's residual is split into pieces that belong to parameters, and a rebuilt
-bucket's residual is assembled from its parameters' pieces, bit for bit.
+new process. So each bucket's residual is split into parts that belong to parameters, and a rebuilt
+bucket's residual is assembled from its parameters' parts, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class BucketResidual:
         self._before = before  # owed if the results of the last reduction are not used
         self._after = after  # owed if they are; None: it is made when it is needed
         self._outcome: Outcome | None = None  # of the last reduction, until it is settled
-        self._pieces: dict[int, slice] = {}  # by id() of the parameter
+        self._parts: dict[int, slice] = {}  # by id() of the parameter
 
-    def add(self, parameter: torch.Tensor, piece: slice) -> None:
-        self._pieces[id(parameter)] = piece
+    def add(self, parameter: torch.Tensor, part: slice) -> None:
+        self._parts[id(parameter)] = part
 
     def for_reduction(self, outcome: Outcome) -> torch.Tensor:
         """What a reduction with this outcome adds to its gradients, and overwrites."""
@@ -50,14 +50,14 @@ class BucketResidual:
         if not outcome.is_over:
             self._after = None  # the reduction may still write to it
             return
-        uses = outcome.was_used(self._pieces)
-        pieces = list(self._pieces.values())
+        uses = outcome.was_used(self._parts)
+        parts = list(self._parts.values())
         if all(use is uses[0] for use in uses):
-            uses, pieces = uses[:1], [slice(None)]
-        for piece, was_used in zip(pieces, uses, strict=True):
+            uses, parts = uses[:1], [slice(None)]
+        for part, was_used in zip(parts, uses, strict=True):
             if was_used is None:
                 continue  # the next reduction goes on from `after`
-            before, after = self._before[piece], self._after[piece]
+            before, after = self._before[part], self._after[part]
             if was_used is not False:
                 before.copy_(_owed(before, after, was_used))
             if was_used is not True:
@@ -69,9 +69,9 @@ class BucketResidual:
         self._after = None
 
     def both(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A parameter's pieces of the residuals, once it is settled."""
-        piece = self._pieces[id(parameter)]
-        return self._before[piece], self._after[piece] if self._after is not None else None
+        """A parameter's parts of the residuals, once it is settled."""
+        part = self._parts[id(parameter)]
+        return self._before[part], self._after[part] if self._after is not None else None
 
     def owed(self, parameter: torch.Tensor) -> torch.Tensor:
         """What the next reduction of the parameter adds, flat; may share the residual's memory."""
@@ -105,11 +105,11 @@ class Residuals:
         Raises:
             ValueError: a loaded residual does not fit its parameter.
         """
-        pieces = [self._pieces(parameter, name_of) for parameter in parameters]
-        before = torch.cat([before for before, _ in pieces])
+        parts = [self._parts(parameter, name_of) for parameter in parameters]
+        before = torch.cat([before for before, _ in parts])
         after = None
-        if any(after is not None for _, after in pieces):
-            after = torch.cat([before if after is None else after for before, after in pieces])
+        if any(after is not None for _, after in parts):
+            after = torch.cat([before if after is None else after for before, after in parts])
         bucket = BucketResidual(before, after)
         start = 0
         for parameter in parameters:
@@ -119,21 +119,21 @@ class Residuals:
             start += length
         return bucket
 
-    def _pieces(
+    def _parts(
         self, parameter: torch.Tensor, name_of: Callable[[torch.Tensor], str]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         bucket: BucketResidual | None = self._buckets.get(parameter)
         if bucket is not None:
             bucket.settle()
-            pieces = bucket.both(parameter)
-            if pieces[0].numel() == num_reals(parameter):  # else it changed shape
-                return pieces
-        piece = torch.zeros(num_reals(parameter), dtype=torch.float32, device=parameter.device)
+            parts = bucket.both(parameter)
+            if parts[0].numel() == num_reals(parameter):  # else it changed shape
+                return parts
+        part = torch.zeros(num_reals(parameter), dtype=torch.float32, device=parameter.device)
         if self._loaded:
             name = name_of(parameter)
             residual = self._loaded.get(name)  # None: the parameter was not trained then
             if residual is None:
-                return piece, None
+                return part, None
             shape = local_of(parameter).shape
             if residual.shape != shape:
                 raise ValueError(
@@ -141,9 +141,9 @@ class Residuals:
                     f"{list(residual.shape)}, the parameter has {list(shape)}; load the "
                     f"state of the same model"
                 )
-            shaped(piece, parameter).copy_(residual)
+            shaped(part, parameter).copy_(residual)
             del self._loaded[name]
-        return piece, None
+        return part, None
 
     def by_name(self, name_of: Callable[[torch.Tensor], str]) -> dict[str, torch.Tensor]:
         """Copies with the parameters' shapes, including loaded ones that no bucket has used yet."""
