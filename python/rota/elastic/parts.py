@@ -51,19 +51,6 @@ class KeptTensor:
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
-@dataclass(frozen=True)
-class LooseTensor:
-    """Stands for a tensor that a state_dict() has made anew.
-
-    Args:
-        number: among all of them.
-    """
-
-    number: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-
-
 StorageOn = Callable[[int, int], torch.UntypedStorage]
 
 

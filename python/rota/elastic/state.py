@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation, check_results
-from rota.elastic.parts import LooseTensor, ModulePart, Storages, part_of, pickled_state
+from rota.elastic.parts import ModulePart, Storages, part_of, pickled_state
 from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
-from rota.layout import bytes_of
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.joint import run_on_all
+from rota.shared.aligned import AlignedLayout
 from rota.shared.apart import unpickle_with
 
 # Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
@@ -37,13 +37,14 @@ class _Offer:
     """What the source tells: where its tensors lie, and all the rest.
 
     Args:
-        kept, loose: address and lengths of an arena.
-        states: by object, pickled, with KeptTensor and LooseTensor for what is in the arenas.
+        kept: address and lengths of an arena.
+        loose: of another one, its address and the dtypes and shapes of its tensors.
+        states: by object, pickled, with KeptTensors and numbers for what is in the arenas.
     """
 
     num_steps: int
     kept: tuple[str, list[int]]
-    loose: tuple[str, list[int]]
+    loose: tuple[str, list[tuple[torch.dtype, torch.Size]]]
     states: dict[str, bytes]
 
 
@@ -241,7 +242,7 @@ class State:
 
         def copy_or_sum() -> list[int]:
             if rank in receivers:
-                copies.extend((self._arena_of(offer.kept[1]), Arena(offer.loose[1])))
+                copies.extend((self._arena_of(offer.kept[1]), Arena([_layout(offer.loose[1]).end])))
                 timer.end("allocate")
                 addresses = (offer.kept[0], offer.loose[0])
                 if generation.shares_host(source):
@@ -282,21 +283,23 @@ class State:
         states = self._share()
         loose: list[torch.Tensor] = []
 
-        def loosen(tensor: torch.Tensor) -> LooseTensor | None:
+        def loosen(tensor: torch.Tensor) -> int | None:
             if not _is_loose(tensor):
                 return None
-            loose.append(bytes_of(tensor.detach()))
-            return LooseTensor(len(loose) - 1, tensor.dtype, tuple(tensor.size()))
+            loose.append(tensor.detach())
+            return len(loose) - 1
 
         pickled = {name: pickled_state(name, state, loosen) for name, state in states.items()}
-        self._loose = Arena([tensor.nbytes for tensor in loose])
-        for tensor, place in zip(loose, self._loose.places(), strict=True):
-            place.copy_(tensor)
+        forms = [(tensor.dtype, tensor.size()) for tensor in loose]
+        layout = _layout(forms)
+        self._loose = Arena([layout.end])
+        for number, place in layout.views(self._loose.bytes).items():
+            place.copy_(loose[number])
         assert self._kept is not None
         return _Offer(
             self.num_steps,
             (self._kept.address, self._kept.lengths),
-            (self._loose.address, self._loose.lengths),
+            (self._loose.address, forms),
             pickled,
         )
 
@@ -330,7 +333,7 @@ class State:
     def _load(self, offer: _Offer, kept: Arena, loose: Arena) -> None:
         """Takes the source's state from arenas that were copied from it."""
         self._num_steps = _FRESH  # until all of it is there
-        places, loose_places = kept.places(), loose.places()
+        places, loose_tensors = kept.places(), _layout(offer.loose[1]).views(loose.bytes)
         storages: dict[int, torch.Tensor] = {}
 
         def storage_on(number: int, num_bytes: int) -> torch.UntypedStorage:
@@ -339,10 +342,10 @@ class State:
                 take_from(storages[number], places[number])
             return storages[number].untyped_storage()
 
-        def fasten(leaf: LooseTensor) -> torch.Tensor:
-            return loose_places[leaf.number].view(leaf.dtype).view(leaf.size).clone()
-
-        states = {name: unpickle_with(state, fasten) for name, state in offer.states.items()}
+        states = {
+            name: unpickle_with(state, lambda number: loose_tensors[number].clone())
+            for name, state in offer.states.items()
+        }
         own = Storages()
         layouts = {
             part: (part.layout(own), states[part.name][0])
@@ -407,6 +410,10 @@ class RandomState:
 
 def _check_results(*_: object) -> None:
     check_results()
+
+
+def _layout(forms: Sequence[tuple[torch.dtype, torch.Size]]) -> AlignedLayout[int]:
+    return AlignedLayout(dict(enumerate(forms)))
 
 
 def _is_loose(tensor: torch.Tensor) -> bool:

@@ -98,8 +98,8 @@ class ServerLoop:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY.total_seconds()
-        mailboxes = self._mailboxes
-        self._drop(w for w in self._living if mailboxes[w].has_left or not mailboxes[w].is_open)
+        mailboxes = {worker: self._mailboxes[worker] for worker in self._living}
+        self._drop(w for w, box in mailboxes.items() if box.has_left or not box.opened.is_open)
         lost = [ward for ward in self._wards if self._living and not ward.published.opened.is_open]
         for ward in lost:
             self._wards.remove(ward)

@@ -120,27 +120,17 @@ class OpenedMailbox:
     """A worker's mailbox as a server sees it, in place; it outlives the worker."""
 
     def __init__(self, opened: _C.OpenedTensor, layout: PushLayout) -> None:
-        self._opened = opened
+        self.opened = opened
         self._layout = layout
         self._slots = layout.slot.slots(opened.bytes)
 
     @property
     def num_pushed(self) -> int:
-        return self._opened.load(PUSHED)
-
-    @property
-    def num_asked(self) -> int:
-        """Odd while the worker waits for saves, or reads them."""
-        return self._opened.load(ASKED)
+        return self.opened.load(PUSHED)
 
     @property
     def has_left(self) -> bool:
-        return self._opened.load(LEFT) != 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the worker runs and has not left. Costs a few µs."""
-        return self._opened.is_open
+        return self.opened.load(LEFT) != 0
 
     def version(self, clock: int, server: int) -> int:
         """The version of the server's shard that push number `clock` was computed from."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from rota import _C, _torch
 from rota.errors import TransportError
-from rota.parameter_server.mailbox import OpenedMailbox
+from rota.parameter_server.mailbox import ASKED, OpenedMailbox
 from rota.parameter_server.saving import Save, by_number, numbers_by_group
 from rota.parameter_server.setup import NOTE_BYTES, MakeOptimizer, Setup, Share
 from rota.shared.buckets import write_bytes
@@ -298,9 +298,9 @@ class ServerShard:
         """Makes a save if a worker asks for one and all its pushes are applied, and frees it once
         the worker has read it."""
         mailbox = self._mailboxes[worker]
-        question = mailbox.num_asked
+        question = mailbox.opened.load(ASKED)
         last, _ = self._saves.get(worker, (0, None))
-        if question % 2 == 0:
+        if question % 2 == 0:  # it does not wait for a save
             self.forget(worker)
         elif question != last and self.clocks[worker] == mailbox.num_pushed:
             save = None

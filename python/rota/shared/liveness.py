@@ -168,13 +168,10 @@ class LocalWatch:
 
 
 class RemoteWatch:
-    """Whether a process of another host runs.
+    """Whether a process of another host runs, which listens at `endpoint` ("ip:port").
 
-    Seen within milliseconds, unless the host itself is lost: it then leaves keepalive probes
-    unanswered for some seconds.
-
-    Args:
-        endpoint: where it listens, as "ip:port".
+    Its end is seen within milliseconds; that of its host once keepalive probes stay unanswered for
+    some seconds.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -215,14 +212,12 @@ class Processes:
             return True
         if handle.name in self._gone:
             return False
-        watch = self._watches.get(handle.name)
-        if watch is None:
+        if handle.name not in self._watches:
             is_here = handle.host == self._own.host
-            watch = (
+            self._watches[handle.name] = (
                 LocalWatch(handle.address, handle.who) if is_here else RemoteWatch(handle.endpoint)
             )
-            self._watches[handle.name] = watch
-        if watch.is_alive():
+        if self._watches[handle.name].is_alive():
             return True
         self._gone.add(handle.name)
         self._drop({handle.name})

@@ -105,20 +105,21 @@ class BucketCopy:
         return True
 
 
-class Wanted(NamedTuple):
-    """A tensor of the reader, and the shard that it is to hold."""
+def plan(
+    publishers: Sequence[OpenedPublisher],
+    tensors: Mapping[str, torch.Tensor],
+    shards: Mapping[str, WeightShard],
+) -> list[BucketCopy]:
+    """The copies that fill the reader's tensors, which are contiguous and on the CPU.
 
-    tensor: torch.Tensor
-    shard: WeightShard
-
-
-def plan(publishers: Sequence[OpenedPublisher], wanted: Mapping[str, Wanted]) -> list[BucketCopy]:
-    """The copies that fill the tensors of `wanted`, which are contiguous and on the CPU."""
+    Args:
+        shards: that the tensors are to hold.
+    """
     buckets = [
         (number, index, bucket)
         for number, publisher in enumerate(publishers)
         for index, bucket in enumerate(publisher.layout.buckets)
-        if bucket.part.name in wanted
+        if bucket.part.name in tensors
     ]
     # Memory that all buckets use in turn.
     scratch = [
@@ -129,7 +130,9 @@ def plan(publishers: Sequence[OpenedPublisher], wanted: Mapping[str, Wanted]) ->
         )
     ]
     copies = [
-        plan_bucket(number, index, bucket, wanted[bucket.part.name], *scratch)
+        plan_bucket(
+            number, index, bucket, tensors[bucket.part.name], shards[bucket.part.name], *scratch
+        )
         for number, index, bucket in buckets
     ]
     return [copy for copy in copies if copy is not None]
@@ -139,11 +142,12 @@ def plan_bucket(
     publisher: int,
     index: int,
     bucket: Bucket,
-    wanted: Wanted,
+    tensor: torch.Tensor,
+    shard: WeightShard,
     stored: torch.Tensor,
     elems: torch.Tensor,
 ) -> BucketCopy | None:
-    """None if nothing of the bucket is wanted.
+    """None if the tensor holds nothing of the bucket.
 
     Args:
         stored, elems: uint8 scratch memory, for the bucket's bytes and for its elements.
@@ -152,12 +156,12 @@ def plan_bucket(
     overlaps = [
         (box, overlap)
         for box in boxes(part.shard.shape, bucket.begin_elem, bucket.begin_elem + bucket.num_elems)
-        if (overlap := overlap_of(box, part.shard.offset, wanted.shard)) is not None
+        if (overlap := overlap_of(box, part.shard.offset, shard)) is not None
     ]
     if not overlaps:
         return None
     dtype = _decoded_dtype(bucket)
-    targets = [wanted.tensor[overlap.in_shard] for _, overlap in overlaps]
+    targets = [tensor[overlap.in_shard] for _, overlap in overlaps]
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     is_whole = targets[0].numel() == bucket.num_elems and is_flat(targets[0])
     if is_whole and targets[0].dtype == dtype:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
 from rota.rendezvous.polling import poll
 from rota.sharding import as_dtensor, like, local_of
-from rota.weights.copies import Wanted, plan
+from rota.weights.copies import plan
 from rota.weights.directory import Directory, PublisherClaim
 from rota.weights.layout import (
     WeightShard,
@@ -109,22 +109,17 @@ class _Results:
     """
 
     def __init__(self, source: _Source, places: Mapping[str, Place]) -> None:
-        wanted = {
-            name: Wanted(
-                torch.empty(
-                    place.shard.shape,
-                    dtype=dtype_named(source.parts[name][0][1].dtype),
-                    device="cpu",
-                ),
-                place.shard,
-            )
-            for name, place in places.items()
+        shards = {name: place.shard for name, place in places.items()}
+        dtypes = {name: dtype_named(source.parts[name][0][1].dtype) for name in places}
+        tensors = {
+            name: torch.empty(shard.shape, dtype=dtypes[name], device="cpu")
+            for name, shard in shards.items()
         }
         self.tensors = {
             name: tensor if (example := places[name].example) is None else like(tensor, example)
-            for name, (tensor, _) in wanted.items()
+            for name, tensor in tensors.items()
         }
-        self.copies = plan(source.publishers, wanted)
+        self.copies = plan(source.publishers, tensors, shards)
         self.publication: Publication | None = None
 
 
