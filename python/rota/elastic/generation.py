@@ -110,10 +110,6 @@ class Generation:
         self.communicator.all_reduce(self._flag, op="max")
         return bool(self._flag[0])
 
-    def shares_host(self, rank: int) -> bool:
-        """Whether a rank is on this one's host."""
-        return any({rank, self.rank} <= set(host) for host in self.communicator.hosts)
-
     def check_peers(self) -> None:
         """Raises if a member has ended or gone on; while ranks make something together.
 
@@ -171,6 +167,11 @@ def end_groups(reason: str) -> None:
         dist.destroy_process_group()
     _torch.restart_group_names()
     end_generation()
+
+
+def shares_host(generation: Generation, rank: int) -> bool:
+    """Whether a rank is on this one's host."""
+    return any({rank, generation.rank} <= set(host) for host in generation.communicator.hosts)
 
 
 def check_results() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
-from rota.elastic.generation import Generation, check_results
+from rota.elastic.generation import Generation, check_results, shares_host
 from rota.elastic.parts import ModulePart, Storages, part_of, pickled_state
 from rota.elastic.reservation import Reservation, announce
 from rota.errors import Mismatch, TransportError
@@ -245,7 +245,7 @@ class State:
                 copies.extend((self._arena_of(offer.kept[1]), Arena([_layout(offer.loose[1]).end])))
                 timer.end("allocate")
                 addresses = (offer.kept[0], offer.loose[0])
-                if generation.shares_host(source):
+                if shares_host(generation, source):
                     sums = [
                         arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
                         for arena, address in zip(copies, addresses, strict=True)
@@ -257,7 +257,7 @@ class State:
             if rank == source:
                 arenas = [arena for arena in (self._kept, self._loose) if arena is not None]
                 for receiver in sorted(receivers):
-                    if not generation.shares_host(receiver):
+                    if not shares_host(generation, receiver):
                         for arena in arenas:
                             dist.send(arena.bytes, receiver)
                 return [arena.checksum() for arena in arenas]
