@@ -276,8 +276,7 @@ def private_names(tree: ast.AST, of: type[ast.expr_context]) -> set[str]:
     if of is ast.Store:
         definitions = (ast.FunctionDef, ast.ClassDef)
         found |= {n.name for n in ast.walk(tree) if isinstance(n, definitions)}
-        fields = (n.target for n in ast.walk(tree) if isinstance(n, ast.AnnAssign))
-        found |= {target.id for target in fields if isinstance(target, ast.Name)}
+        found |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and type(n.ctx) is of}
     return set(filter(is_private, found))
 
 
