@@ -6,8 +6,8 @@
 Stages, most important first:
 
     build    puts rota in place: from a pack that fits (make gpu-pack), else built for this GPU
-    first    in at most 240 s: whether it works, the order of work on streams, the fused hook's
-             kernels, the latency of a hop, a million all-reduces
+    first    in at most 240 s: whether it works, the order of work on streams, a few rates, the
+             fused hook's kernels, the latency of a hop, a million all-reduces
     several  on two or more GPUs: every collective beside NCCL
     second   what limits the kernels, other tunings, GPT-2 under DDP, ranks that train on one GPU,
              and all tests with processes
@@ -136,8 +136,9 @@ def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[S
     one_gpu = "this machine has one GPU" if facts.get("num_gpus", 1) < 2 else None
     return [
         _build_step(args, facts),
-        step("first", "doctor", 30, "rota", "doctor", "--gpu", "--output", folder, *small),
+        step("first", "doctor", 15, "rota", "doctor", "--gpu", "--output", folder),
         tests("first", "order", 60, "tests/gpu", "-m", "order"),
+        step("first", "smoke", 15, "gpu.smoke", *small),
         bench("first", "fused_turn", 60),
         bench("first", "hops", 40),
         bench("first", "soak", 50),

@@ -16,7 +16,7 @@ def main() -> int:
     of_doctor.add_argument(
         "--gpu",
         action="store_true",
-        help="test every kernel on the first visible GPU, take a few times, and write a record",
+        help="test every kernel on the first visible GPU, and write a record",
     )
     of_doctor.add_argument(
         "--hosts",
@@ -26,18 +26,15 @@ def main() -> int:
     of_doctor.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for the record of --gpu (default: .)"
     )
-    of_doctor.add_argument(
-        "--small", action="store_true", help="with --gpu: tiny sizes, whose times mean nothing"
-    )
     options = parser.parse_args()
-    if not options.gpu and (options.output is not None or options.small):
-        of_doctor.error("--output and --small are for --gpu")
+    if not options.gpu and options.output is not None:
+        of_doctor.error("--output is for --gpu")
     if options.gpu and options.hosts:
         of_doctor.error("--gpu and --hosts are two runs")
     if options.hosts:
         return hosts.run()
     if options.gpu:
-        return gpu.run(options.output or Path(), is_small=options.small)
+        return gpu.run(options.output or Path())
     return report.run()
 
 

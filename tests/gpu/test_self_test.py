@@ -26,5 +26,5 @@ def test_self_test_passes_and_is_short() -> None:
 
 
 def test_doctor_of_this_gpu_passes(tmp_path: Path) -> None:
-    assert doctor_gpu.run(tmp_path, is_small=True) == 0
+    assert doctor_gpu.run(tmp_path) == 0
     assert len(list(tmp_path.glob("gpu-*.json"))) == 1

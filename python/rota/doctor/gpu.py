@@ -1,7 +1,7 @@
-"""`python -m rota doctor --gpu`: checks that this GPU computes correctly, and about how fast.
+"""`python -m rota doctor --gpu`: checks that this GPU computes correctly.
 
-It compares every kernel's results with the CPU's bits, takes a few times, prints a table, and
-writes a record that is safe to send in: it identifies neither the individual GPU nor its owner.
+It compares every kernel's results with the CPU's bits, prints a table, and writes a record that is
+safe to send in: it identifies neither the individual GPU nor its owner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from typing import Any
 import torch
 
 import rota
-from rota import _C, gpu_smoke
-from rota.gpu_smoke import Figure, Sizes
+from rota import _C
 
 _FORMAT_VERSION = 1
+_NEEDED_BYTES = 256 << 20  # the kernels and the self-test's tensors, with room for allocators
 # nvidia-smi's query fields, and their names in the record.
 _GPU_STATE = {
     "clocks.sm": "sm_clock_mhz",
@@ -42,40 +41,29 @@ class Refusal(Exception):
     """Why nothing can be tested, and what to do about it: one sentence."""
 
 
-def run(output: Path, *, is_small: bool = False) -> int:
-    """Tests and measures the current GPU.
+def run(output: Path) -> int:
+    """Tests the current GPU.
 
     Args:
         output: the folder for the record.
-        is_small: use tiny sizes, whose times mean nothing, to try out this command.
 
     Returns:
-        The exit status: 0 if the self-test passed and the benchmark ran, 1 if not, 2 if nothing
-        could be tested.
+        The exit status: 0 if the self-test passed, 1 if not, 2 if nothing could be tested.
     """
-    sizes = gpu_smoke.SMALL if is_small else gpu_smoke.FULL
     try:
         device = _find_gpu()
-        _check_memory(device, sizes)
+        _check_memory(device)
         _check_output(output)
     except Refusal as refusal:
         print(f"rota doctor --gpu: {refusal}", file=sys.stderr)
         return 2
-    record = _facts(device, is_small)
+    record = _facts(device)
     print(f"rota doctor --gpu on {record['gpu']}, driver {record['driver']}")
     self_test = _self_test(device)
     passed: bool = self_test["passed"]
     record["self_test"] = self_test
-    figures: list[Figure] = []
-    try:
-        if passed:  # wrong results need no times
-            figures = gpu_smoke.measure(device, sizes)
-    except Exception as error:  # the self-test's record is worth keeping
-        record["smoke_error"] = f"{type(error).__name__}: {error}"
-        print(f"  FAIL  smoke benchmark: {record['smoke_error']}")
-    record["smoke"] = [asdict(figure) for figure in figures]
+    record["smoke"] = []  # the format has room for figures; benchmarks/gpu/smoke.py takes them
     record["gpu_state"] = _gpu_state(device)
-    _print_smoke(figures, is_small)
     path = output / f"gpu-{_slug(record['gpu'])}-{record['date']}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"{'the self-test passed' if passed else 'THE SELF-TEST FAILED'}; record: {path}")
@@ -83,7 +71,7 @@ def run(output: Path, *, is_small: bool = False) -> int:
         # A kernel may still be running, and CUDA would wait for it at exit.
         sys.stdout.flush()
         os._exit(1)
-    return 0 if passed and "smoke_error" not in record else 1
+    return 0 if passed else 1
 
 
 def _find_gpu() -> torch.device:
@@ -105,8 +93,8 @@ def _find_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _check_memory(device: torch.device, sizes: Sizes) -> None:
-    needed = f"{sizes.needed_bytes / 1e9:.1f} GB"
+def _check_memory(device: torch.device) -> None:
+    needed = f"{_NEEDED_BYTES / 1e9:.1f} GB"
     try:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         free = f"{free_bytes / 1e9:.1f} GB"
@@ -114,7 +102,7 @@ def _check_memory(device: torch.device, sizes: Sizes) -> None:
         if "out of memory" not in str(error):
             raise
         free_bytes, free = 0, "nothing"
-    if free_bytes >= sizes.needed_bytes:
+    if free_bytes >= _NEEDED_BYTES:
         return
     holders = _memory_holders()
     raise Refusal(
@@ -130,12 +118,12 @@ def _check_output(output: Path) -> None:
         raise Refusal(f"--output is {output}, where this user may not write")
 
 
-def _facts(device: torch.device, is_small: bool) -> dict[str, Any]:
+def _facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "format": _FORMAT_VERSION,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "small": is_small,
+        "small": False,
         "gpu": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_bytes": properties.total_memory,
@@ -181,28 +169,6 @@ def _self_test(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _print_smoke(figures: list[Figure], is_small: bool) -> None:
-    if not figures:
-        return
-    print(f"\n  {'smoke benchmark':<42}{'got':>12}   asked")
-    for figure in figures:
-        asked = ""
-        if figure.asked is not None:
-            bound = "at most" if figure.unit == "us" else "at least"
-            asked = f"{bound} {_with_unit(figure.asked, figure.unit)}"
-            if not figure.is_met and not is_small:
-                asked += ": MISSED"
-        print(f"  {figure.name:<42}{_with_unit(figure.got, figure.unit):>12}   {asked}".rstrip())
-    if is_small:
-        print("  --small: sizes are tiny, and these times mean nothing")
-
-
-def _with_unit(value: float, unit: str) -> str:
-    if unit == "share":
-        return f"{value:.0%}"
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
-
-
 def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -232,7 +198,7 @@ def _memory_holders() -> str | None:
 
 
 def _gpu_state(device: torch.device) -> dict[str, str] | None:
-    """Clocks, power and temperature; None without nvidia-smi. Call it right after a benchmark."""
+    """Clocks, power and temperature; None without nvidia-smi. Call it right after kernels ran."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None

@@ -53,7 +53,7 @@ def _within_host(communicator: rota.Communicator) -> str:
 
 
 def _between(communicator: rota.Communicator, first: int, second: int) -> str:
-    """Of messages there and back between two ranks, half; the others must not call it."""
+    """Half the time of messages there and back between two ranks; the others must not call it."""
 
     def there_and_back(tensor: torch.Tensor) -> None:
         if communicator.rank == first:
