@@ -97,7 +97,7 @@ of_every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 def flat_communicator(rank: Rank) -> rota.Communicator:
-    """Of the same ranks, as if they were on one host."""
+    """A communicator of the same ranks, as if they were on one host."""
     own = os.environ["ROTA_HOST_ID"]
     os.environ["ROTA_HOST_ID"] = "one for all"
     try:

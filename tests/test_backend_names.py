@@ -151,7 +151,7 @@ def gather_shards(rank: Rank, backend: str) -> list[list[float]] | None:
 
 
 def test_sharded_tensor_is_gathered_on_the_cpu_of_a_group_for_the_cpu() -> None:
-    """Of a backend for more than the CPU it asks for a GPU."""
+    """In a group with a backend for more than the CPU, it asks for a GPU."""
     rows = [[1.0] * 3] * 2 + [[2.0] * 3] * 2
     assert run_ranks(2, gather_shards, "cpu:rota") == [rows, None]
 

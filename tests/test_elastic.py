@@ -154,7 +154,7 @@ def test_killed_members_are_replaced_one_after_the_other(store: dist.TCPStore) -
             num_keys.append(store.num_keys())
         store.set("stop", "")
         ranks.results(killed=set(range(6)) - set(order))
-    # Of earlier generations nothing stays in the store, but for what is new since the last one.
+    # Nothing of earlier generations stays in the store, but for what is new since the last one.
     assert max(num_keys) <= num_keys[0] + 8
 
 
@@ -210,7 +210,7 @@ def test_death_while_others_agree_is_the_same_for_all_and_tried_again(
 
 
 def die_when_all_are_connected(rank: Rank, port: int) -> list[list[int]]:
-    """Of four members rank 1 is the last to connect and dies at once; the others see its death
+    """Rank 1 is the last of four members to connect and dies at once; the others see its death
     before they hear that the generation has been formed."""
     original = Forming._count_as_connected
 

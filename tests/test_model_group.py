@@ -102,7 +102,7 @@ def test_parts_of_a_model_clip_by_one_norm_and_skip_the_same_step() -> None:
 
 
 def stage_state(rank: Rank, **options: Any) -> rota.HookState:
-    """Of one of two pipeline stages, each on one rank."""
+    """The state of one of two pipeline stages, each on one rank."""
     own = [dist.new_group([i]) for i in range(2)][rank.rank]
     return rota.HookState(own, torch.float32, model_group=dist.group.WORLD, **options)
 

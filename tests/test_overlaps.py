@@ -16,7 +16,7 @@ import rota
 from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from several_hosts import TWO_BY_TWO, Layout
 
-# Of each rank's part: it travels with the post, and in several rounds of slots.
+# A rank's part of the first length travels with the post, one of the second in several rounds.
 LENGTHS = (500, 100_000)
 
 Make = Callable[[int], torch.Tensor]

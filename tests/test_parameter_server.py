@@ -114,7 +114,7 @@ def push_odd_gradients(rank: Rank) -> list[float]:
 
 
 def test_gradients_may_be_missing_strided_or_empty_and_servers_idle() -> None:
-    """Of 5 servers, one at least has no parameter."""
+    """At least one of 5 servers has no parameter."""
     assert run_ranks(5, push_odd_gradients) == [[-2.0, -4.0]] * 5
 
 

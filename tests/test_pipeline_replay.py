@@ -13,7 +13,7 @@ from pipeline_replay import Computation, Step, seconds_without_communication
 
 
 def step(*names: str, before: float = 0.0, after: float = 0.0) -> Step:
-    """Of computations such as "F0": forward ones take 1 s, backward ones 2 s."""
+    """Makes a step of computations such as "F0": forward ones take 1 s, backward ones 2 s."""
     seconds = {"F": 1.0, "B": 2.0}
     computations = [Computation(n[0] == "F", int(n[1]), seconds[n[0]], before) for n in names]
     return Step(computations, after)

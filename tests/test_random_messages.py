@@ -119,7 +119,7 @@ class Planner:
             self.add_message: 6,
             self.post: 10,
             self.post_together: 1,
-            self.meet: 2,
+            self.rendezvous: 2,
             self.swap: 1,
             self.wait: 8,
             self.poll: 2,
@@ -214,7 +214,7 @@ class Planner:
             self.programs[rank].append(Op("start", tuple(halves)))
             self.started.append(tuple(halves))
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """A new message, whose sender and receiver both block."""
         stream = self.rng.choice(self.streams)
         if min(stream.num_posted.values()) < len(stream.messages):
@@ -339,7 +339,7 @@ class Execution:
         self.memories: dict[Half, Memory] = {}
         self.works: dict[tuple[Half, ...], dist.Work] = {}
         self.reductions: dict[tuple[int, int], tuple[dist.Work | None, torch.Tensor]] = {}
-        # Of streams of any source: who sent it.
+        # Who sent it, in streams of any source.
         self.sources: dict[Half, int] = {}
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from rota.local_sgd import DiLoCo, LocalSGD
 from rota.parameter_server import ParameterServer
 from rota.weights import WeightStore
 
-# Of groups: a rank that waits so long is hung.
+# A group's timeout: a rank that waits so long is hung.
 LONG_S = 300.0
 BAD_SLOTS = "slot_bytes is 7"
 

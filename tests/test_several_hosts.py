@@ -138,7 +138,7 @@ def test_bytes_between_hosts_are_those_of_hierarchical_algorithms(
 
 
 def test_results_are_the_same_bits_on_every_rank() -> None:
-    """Of everything that rounds, whatever the rank."""
+    """Everything that rounds has the same bits, whatever the rank."""
     results = THREE_BY_TWO.run(results_of_rounding)
     assert all(result == results[0] for result in results)
 

@@ -28,7 +28,7 @@ def group_for(device: str, rank: Rank) -> dist.ProcessGroup:
 
 
 def group_of_host(rank: Rank) -> Any:
-    """Of the ranks of the last host; the others are no members."""
+    """A group of the last host's ranks; the others are no members."""
     return dist.new_group([2, 3])
 
 

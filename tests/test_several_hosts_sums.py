@@ -280,7 +280,7 @@ def test_inter_wire_dtype_rounds_each_hosts_sum_and_the_result_once(
             inter_wire_dtype=wire.dtype, inter_block_scaling=wire.block_scaling
         )
         for dtype in FLOAT_DTYPES:
-            # Of 16-bit tensors, sums travel in float32; of floats as wide as the wire, likewise.
+            # Sums of 16-bit tensors travel in float32, as do those of floats as wide as the wire.
             wire_here = wire if wire.dtype.itemsize < dtype.itemsize else None
             for op, size in (("sum", 129), ("avg", 10_001), ("max", 1001), ("product", 1001)):
                 # Beyond float16's range, which scaled blocks have to cope with.

@@ -37,7 +37,7 @@ class Block {
   // Every thread of the block runs `body`. Returns when all are through.
   void run(const std::function<void()>& body);
 
-  // Of the code that runs in it.
+  // The block whose code calls this.
   static Block& current();
 
   const Shape& shape() const { return shape_; }

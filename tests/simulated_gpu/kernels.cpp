@@ -24,7 +24,7 @@
 namespace simulated_gpu {
 namespace {
 
-// Of a multiprocessor; rota's kernels are compiled for 512 threads of 128 registers each.
+// What a multiprocessor has room for; rota's kernels are compiled for 512 threads of 128 registers.
 constexpr int kResidentThreads = 512;
 constexpr int kMostThreads = 1024;
 constexpr int kRegisters = 128;
@@ -108,7 +108,8 @@ Residency& residency_of(int device) {
   return *(*all)[static_cast<size_t>(device)];
 }
 
-// Of a block: a multiprocessor has as many as cudaOccupancyMaxActiveBlocksPerMultiprocessor says.
+// What a block takes: a multiprocessor has as many as
+// cudaOccupancyMaxActiveBlocksPerMultiprocessor says.
 int block_room(int num_threads) { return std::min(num_threads, kResidentThreads); }
 
 void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared_bytes,
@@ -155,7 +156,7 @@ struct Configuration {
   size_t shared_bytes;
   cudaStream_t stream;
 };
-// Of kernel<<<...>>>: pushed by the caller, popped by the kernel's stub.
+// What kernel<<<...>>> names: pushed by the caller, popped by the kernel's stub.
 thread_local std::vector<Configuration> configurations;
 
 }  // namespace

@@ -34,7 +34,7 @@ struct Allocation {
 
 class Memory {
  public:
-  // Of each device, in all processes together. Theirs are not counted.
+  // Counts what each device holds for all processes together, without their contexts.
   size_t total_bytes() const { return settings().memory_mib << 20; }
   size_t used_bytes(int device) const;
 

@@ -21,12 +21,12 @@ struct Settings {
   int threads_per_block = static_cast<int>(setting("SIMULATED_GPU_THREADS", 32));
   // That streams share (CUDA's own variable); 0: each stream has one of its own.
   uint64_t num_hardware_queues = setting("CUDA_DEVICE_MAX_CONNECTIONS", 0);
-  // Of naps in streams and blocks: the longest (0: none), and what makes them come as they do.
+  // How long a nap in a stream or block may be (0: none), and what makes naps come as they do.
   uint64_t max_nap_us = setting("SIMULATED_GPU_NAP_US", 300);
   uint64_t seed = setting("SIMULATED_GPU_SEED", 0);
   // Whether a process can open the memory of another, which some containers forbid.
   bool has_ipc = setting("SIMULATED_GPU_IPC", 1) != 0;
-  // Of CUDA that the driver takes: 13020 is 13.2. One below the build's is refused.
+  // Which CUDA the driver takes: 13020 is 13.2. One below the build's is refused.
   int driver_version = static_cast<int>(setting("SIMULATED_GPU_DRIVER_VERSION", 13020));
   // Whether torch's own operators work, by the CPU's kernels.
   bool has_torch_operators = setting("SIMULATED_GPU_TORCH_OPERATORS", 0) != 0;

@@ -36,7 +36,7 @@ class Stream {
 
   // Starts once what was queued before is done, and `after` too.
   CompletionPtr enqueue(Task task, std::vector<CompletionPtr> after, cudaGraphNodeType type);
-  // Of the last that was queued; null where nothing was.
+  // When the last that was queued is complete; null where nothing was.
   const CompletionPtr& last() const { return last_; }
 
   // Null while it is not captured.

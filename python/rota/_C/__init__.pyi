@@ -888,7 +888,7 @@ class GradientBucket:
         """uint8 of num_wire_bytes: each gradient starts at a multiple of 512 elements."""
     @property
     def stats(self) -> torch.Tensor:
-        """Of the last unpack, float64 of 2 elements: non-finite results, sum of squares."""
+        """The last unpack's float64 of 2 elements: non-finite results, sum of squares."""
     @property
     def num_elems(self) -> int:
         """Elements of the wire, including the padding of tiles."""

@@ -1,7 +1,7 @@
 """A rank's state as tensors and the rest: what is copied, and what is pickled.
 
-Tensors are found wherever pickle finds them. Of a DTensor it is this rank's part, of a Parameter
-its data; tensors that are the same memory are kept once.
+Tensors are found wherever pickle finds them. A DTensor stands for this rank's part, a Parameter
+for its data; tensors that are the same memory are kept once.
 """
 
 from __future__ import annotations

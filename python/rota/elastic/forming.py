@@ -69,7 +69,7 @@ class Forming:
 
     @property
     def handles(self) -> list[Handle]:
-        """Of the members, by rank."""
+        """The members' handles, by rank."""
         return self._handles
 
     def agree(self) -> None:

@@ -97,7 +97,7 @@ class Membership:
         self._generation: Generation | None = None
         self._number = 0  # of the last one
         self._uuids: list[str] = []  # of the last one and of attempts since the one before
-        # Of the last generation that this process was in; it keeps its place if an attempt fails.
+        # Whether the process was in the last generation; it keeps its place if an attempt fails.
         self._was_member = False
         self._start()
 

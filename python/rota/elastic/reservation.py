@@ -13,7 +13,7 @@ from rota.elastic.membership import Membership
 from rota.errors import Timeout, TransportError
 
 _LAYOUT = "layout"  # the lengths of the kept storages, and where rank 0 has them
-# Of a handshake with a process that does not wait for it, and may be stopped.
+# For a handshake with a process that does not wait for it, and may be stopped.
 _TIMEOUT = timedelta(seconds=1)
 
 

@@ -23,10 +23,10 @@ from rota.rendezvous.joint import run_on_all
 from rota.shared.aligned import AlignedLayout
 from rota.shared.apart import unpickle_with
 
-# Of tensors that are made anew by a state_dict(): shorter ones are pickled if they are on a GPU, or
-# more than plain numbers.
+# Shorter tensors that a state_dict() makes anew are pickled if they are on a GPU, or more than
+# plain numbers.
 _LONG_BYTES = 64 << 10
-# Of a handshake between two processes that both wait for it.
+# For a handshake between two processes that both wait for it.
 _COPY_TIMEOUT = timedelta(minutes=5)
 _NAME = "rota.elastic.State"
 _FRESH = -1  # instead of a number of steps: the state comes from no training

@@ -35,13 +35,13 @@ class NamedModel:
 
     @property
     def names(self) -> set[str]:
-        """Of all parameters, also frozen ones."""
+        """The names of all parameters, also frozen ones."""
         module = self._module()
         return set() if module is None else {name for name, _ in module.named_parameters()}
 
     @property
     def reduced_names(self) -> set[str]:
-        """Of the parameters whose gradients come in buckets, as far as they are trained."""
+        """The names of trained parameters whose gradients come in buckets."""
         module = self._module()
         named = [] if module is None else module.named_parameters()
         return {name for name, p in named if p.requires_grad} - self._ignored
@@ -109,7 +109,7 @@ class SeenParameters:
         self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
         self._indices: set[int] = set()  # of the buckets
         self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
-        # Of the pass under way: by bucket.
+        # What the pass under way has seen, by bucket.
         self._new: list[tuple[int, list[weakref.ref[torch.Tensor]]]] = []
 
     def has(self, parameter: torch.Tensor) -> bool:

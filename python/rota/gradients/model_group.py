@@ -101,7 +101,7 @@ class ModelGroup:
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """Of this rank's shard: float64, a scalar."""
+    """The sum over this rank's shard: float64, a scalar."""
     local = local_of(gradient)
     if local.is_complex():
         local = torch.view_as_real(local)

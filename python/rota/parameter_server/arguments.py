@@ -157,7 +157,7 @@ def ranks_that_serve(servers: Sequence[int] | None, world_size: int) -> list[int
 
 
 def num_replicas(replicas: object, num_servers: int) -> int:
-    """Of each server's state."""
+    """How many copies there are of each server's state."""
     if replicas is None:
         return min(1, num_servers - 1)
     if isinstance(replicas, bool) or replicas not in (0, 1):

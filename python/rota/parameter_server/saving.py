@@ -24,7 +24,7 @@ class Save(NamedTuple):
 
     num_updates: int
     values: dict[int, torch.Tensor]  # float32
-    # Of the optimizer, which is there unless weights are averaged.
+    # The optimizer's, which is there unless weights are averaged.
     states: dict[int, dict[str, Any]] | None
     options: dict[int, dict[str, Any]] | None  # of its param_groups, such as "lr"
 
