@@ -31,7 +31,8 @@
 #include "tensor/tensor_communicator.h"
 #include "tensor/thread_state.h"
 #include "transport/available_memory.h"
-#include "transport/host.h"
+#include "transport/host_id.h"
+#include "transport/numa_node.h"
 
 namespace py = pybind11;
 
@@ -48,27 +49,6 @@ using rota::c10d_backend::StorePtr;
 using OptionalDType = std::optional<at::ScalarType>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
-
-// dtype: none if there is no such wire. It is for what is wider.
-std::optional<rota::WireFormat> parse_inter_wire(OptionalDType dtype, bool block_scaling) {
-  if (!dtype) return std::nullopt;
-  const auto refuse = [](const std::string& what) {
-    throw PythonError(rota::Error(rota::ErrorKind::kType, "rota.Communicator: " + what));
-  };
-  if (*dtype == at::kDouble) {
-    refuse(
-        "inter_wire_dtype is torch.float64, expected one that is narrower than a sum: "
-        "torch.float32, torch.float16, torch.bfloat16 or a float8");
-  }
-  const rota::WireFormat wire = parse_wire("Communicator", *dtype, block_scaling);
-  if (block_scaling && !rota::has_block_scaling(wire.dtype)) {
-    refuse(
-        rota::join("inter_block_scaling is for torch.float16 and float8, expected none with "
-                   "inter_wire_dtype ",
-                   rota::name(wire.dtype), ", which has the range of float32"));
-  }
-  return wire;
-}
 
 void bind_schedule(py::module_ module) {
   py::class_<schedule::Range>(module, "Range")

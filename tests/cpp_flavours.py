@@ -26,7 +26,7 @@ THREAD_CASES = (
     "joined_regions_cases",
     "point_to_point_cases",
     "failed_messages_cases",
-    "host_cases",
+    "peer_processes_cases",
     "endpoint_cases",
     "bridge_cases",
     "window_cases",

@@ -9,53 +9,17 @@
 #include "base/error.h"
 
 namespace rota {
-namespace {
-
-class CoreSet {
- public:
-  static constexpr int kMostCores = 8192;  // that Linux can be built for
-
-  // Empty if they cannot be read.
-  static CoreSet usable() {
-    CoreSet cores;
-    if (sched_getaffinity(0, kNumBytes, cores.set()) != 0) return {};
-    return cores;
-  }
-
-  void add(int core) { CPU_SET_S(static_cast<size_t>(core), kNumBytes, set()); }
-  bool has(int core) const {
-    return core >= 0 && CPU_ISSET_S(static_cast<size_t>(core), kNumBytes, set());
-  }
-  // Lets this thread use these alone; it moves at once if need be.
-  bool use() const { return sched_setaffinity(0, kNumBytes, set()) == 0; }
-
- private:
-  static constexpr size_t kNumBytes = CPU_ALLOC_SIZE(kMostCores);
-
-  cpu_set_t* set() { return reinterpret_cast<cpu_set_t*>(bytes_.data()); }
-  const cpu_set_t* set() const { return reinterpret_cast<const cpu_set_t*>(bytes_.data()); }
-
-  alignas(cpu_set_t) std::array<char, kNumBytes> bytes_{};
-};
-
-}  // namespace
-
 std::vector<int> usable_cores() {
-  const CoreSet usable = CoreSet::usable();
+  constexpr int kMostCores = 8192;  // that Linux can be built for
+  constexpr size_t kNumBytes = CPU_ALLOC_SIZE(kMostCores);
+  alignas(cpu_set_t) std::array<char, kNumBytes> bytes{};
+  auto* set = reinterpret_cast<cpu_set_t*>(bytes.data());
   std::vector<int> cores;
-  for (int core = 0; core < CoreSet::kMostCores; ++core) {
-    if (usable.has(core)) cores.push_back(core);
+  if (sched_getaffinity(0, kNumBytes, set) != 0) return cores;
+  for (int core = 0; core < kMostCores; ++core) {
+    if (CPU_ISSET_S(static_cast<size_t>(core), kNumBytes, set)) cores.push_back(core);
   }
   return cores;
-}
-
-bool move_to_core(int core) {
-  const CoreSet usable = CoreSet::usable();
-  if (!usable.has(core)) return false;
-  CoreSet alone;
-  alone.add(core);
-  const bool has_moved = alone.use();
-  return usable.use() && has_moved;
 }
 
 std::vector<int> parse_cores(std::istream& list) {

@@ -13,11 +13,8 @@ namespace rota {
 std::vector<int> usable_cores();
 // How many there are, at least 1.
 int num_usable_cores();
-// Moves this thread to one of them, and lets it use all of them as before. Returns false if it may
-// not use that one.
-bool move_to_core(int core);
 
-// Of a list as the kernel writes them, such as "0-3,8".
+// The numbers in a list as the kernel writes them, such as "0-3,8".
 std::vector<int> parse_cores(std::istream& list);
 
 // The last-level caches of the machine together, as /sys/devices/system/cpu describes them. Not

@@ -30,7 +30,7 @@ struct alignas(kCacheLineBytes) Flag {
   }
 
   // Sequentially consistent, which includes release: after the store the writer checks whether a
-  // reader sleeps, and a reader announces that it sleeps before it checks the flag again. With a
+  // reader sleeps, and a reader publishes that it sleeps before it checks the flag again. With a
   // weaker order each could miss the other (Dekker's pattern; see waiter.h).
   void publish(uint64_t new_value) {
     SharedWord<uint64_t>(value).store(new_value, std::memory_order_seq_cst);

@@ -50,10 +50,8 @@ void wake_all_at(const uint32_t* word) {
 class SharedCoreWait {
  public:
   // sharing: null where nobody wants to know.
-  SharedCoreWait(CoreSharing* sharing, Clock::time_point now) : sharing_(sharing) {
-    if (sharing_ == nullptr) return;
-    sharing_->record(CoreWord::State::kYields);
-    sharing_->spread(now);
+  explicit SharedCoreWait(CoreSharing* sharing) : sharing_(sharing) {
+    if (sharing_ != nullptr) sharing_->record(CoreWord::State::kYields);
   }
   ~SharedCoreWait() {
     if (sharing_ != nullptr) sharing_->record(CoreWord::State::kWorks);
@@ -152,7 +150,7 @@ bool Waiter::wait_any(std::span<const Awaited> awaited, const WaitPolicy& policy
     }
     check(observer.poll());
   }
-  const SharedCoreWait shared_core(policy.shares_cores ? core_sharing_ : nullptr, start);
+  const SharedCoreWait shared_core(policy.shares_cores ? core_sharing_ : nullptr);
   int num_yields_in_vain = 0;
   for (auto now = Clock::now(); now < yield_end; now = Clock::now()) {
     if (arrived()) return true;

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/core_sharing.h"
@@ -38,9 +39,15 @@ class WaitObserver {
   // Called about once per kTick of sleep. May throw to interrupt the wait (a Python signal).
   virtual std::optional<Error> tick(Nanoseconds waited) = 0;
 
-  // Of the processes that are waited for; null: not known. Once one begins to end, tick() is called
-  // at once.
+  // The lives of the processes that are waited for; null: not known. Once one begins to end, tick()
+  // is called at once.
   virtual std::vector<const LifeWord*> lives() const { return {}; }
+};
+
+// Is told which peer each wait is for, so that errors can name it.
+class PeerWaitObserver : public WaitObserver {
+ public:
+  virtual void begin_wait(int peer, std::string_view phase, uint64_t step) = 0;
 };
 
 struct WaitPolicy {

@@ -60,7 +60,7 @@ Reduction reduction_of(std::string_view collective, const ::c10d::ReduceOp& op,
                                "MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM with its factor")));
 }
 
-// Of a group before its first reconfigure(): every call raises.
+// Stands for a group before its first reconfigure(): every call raises.
 std::shared_ptr<TensorCommunicator> without_members() {
   auto communicator = TensorCommunicator::make(
       c10::make_intrusive<::c10d::HashStore>(), /*rank=*/0, /*world_size=*/1,

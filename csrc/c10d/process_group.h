@@ -140,7 +140,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   bool has_transfers_of(const Tensors& tensors) const;
   // The calls between startCoalescing() and endCoalescing().
   struct Block {
-    // Of a CUDA tensor, not started: all of a block start together, in the order that
+    // A CUDA tensor's transfer is not started: all of a block start together, in the order that
     // schedule/direct.h gives them.
     struct Transfer {
       schedule::TransferTurn turn;

@@ -44,7 +44,7 @@ Communicator::Communicator(std::unique_ptr<transport::Transport> transport, Nano
 
 Communicator::~Communicator() {
   point_to_point_.close();
-  // A forked child shares its parent's memory, but must not announce the parent's departure.
+  // A forked child shares its parent's memory, but must not report the parent's departure.
   if (is_of_parent()) return;
   waiter_.publish(transport_->own_control().departed, 1);
 }
@@ -105,7 +105,6 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
                                      mailboxes_are_reserved_);
       executor.contribute(call, buffers, mailboxes);
       rendezvous(call);
-      core_sharing_.record_extra_bytes(0);
       mailboxes_are_reserved_ |= num_bytes != 0;
       num_rounds_ += executor.complete(call, buffers, mailboxes, exchange);
     } else {
@@ -116,7 +115,6 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
         return executor.source_bytes(call, buffers, peer, world_size());
       };
       if (const auto sources = find_sources(source, bytes_of)) {
-        core_sharing_.record_extra_bytes(0);
         num_rounds_ += executor.run_in_place(call, buffers, *sources, exchange);
         // A peer that gives up no longer waits until this rank has read its tensor, and may
         // overwrite it. The peer publishes its abort before that; this rank publishes that it has
@@ -124,7 +122,6 @@ void Communicator::run(const Call& call, const cpu::Buffers& buffers, CallerThre
         // guarantees this order.
         if (const auto error = watch_.poll()) throw *error;
       } else {
-        core_sharing_.record_extra_bytes(executor.extra_bytes(call, rank(), world_size()));
         num_rounds_ += executor.run_rounds(call, buffers, exchange);
       }
     }

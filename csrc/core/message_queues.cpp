@@ -9,21 +9,21 @@
 namespace rota {
 namespace {
 
-// What goes beside a message's pieces.
+// What goes beside a message's chunks.
 using Header = transport::Links::Header;
 Header header_of(const Message& message) {
   return {message.tag, static_cast<uint64_t>(message.dtype), message.num_elems};
 }
 
-// A message is cut, so that the receiver copies a piece while the sender copies the next one. The
-// pieces of longer messages are longer, because flags take time, too, and a copy of 128 KiB takes
+// A message is cut, so that the receiver copies a chunk while the sender copies the next one. The
+// chunks of longer messages are longer, because flags take time, too, and a copy of 128 KiB takes
 // less for each byte than one of 32 where the source comes from memory (benchmarks/LOG.md).
-uint64_t piece_bytes(const Message& message, const transport::Geometry& geometry) {
+uint64_t chunk_bytes(const Message& message, const transport::Geometry& geometry) {
   const uint64_t num_bytes = message.num_bytes();
-  const uint64_t longest = geometry.cell_bytes, shortest = longest / transport::kPiecesPerCell;
+  const uint64_t longest = geometry.cell_bytes, shortest = longest / transport::kChunksPerCell;
   const uint64_t quarter = std::clamp(num_bytes / 4, shortest, longest / 4);
-  const uint64_t piece = std::max(quarter, std::min(num_bytes / 16, longest));
-  return piece / kCacheLineBytes * kCacheLineBytes;
+  const uint64_t chunk = std::max(quarter, std::min(num_bytes / 16, longest));
+  return chunk / kCacheLineBytes * kCacheLineBytes;
 }
 
 Message message_of(const Header& header, int source) {
@@ -98,13 +98,13 @@ void MessageQueues::exchange(int peer, const TakesUnasked& takes_unasked, Done& 
   push(peer, done);  // what arrived may have brought room
 }
 
-bool MessageQueues::push_piece(Request& send) {
+bool MessageQueues::push_chunk(Request& send) {
   const std::optional<transport::Links::Room> room = links_.outgoing(send.peer_);
   if (!room) return false;
   const Message& message = send.message_;
   const uint64_t num_left = message.num_bytes() - send.num_moved_;
   const uint64_t num_bytes =
-      std::min({piece_bytes(message, transport_.geometry()), num_left, room->bytes.size()});
+      std::min({chunk_bytes(message, transport_.geometry()), num_left, room->bytes.size()});
   const bool is_end = num_bytes == num_left;
   cpu::SlotWriter& writer = room->is_read ? answer_writer_ : writer_;
   writer.to(send.peer_).store(room->bytes.data(), send.data_ + send.num_moved_, num_bytes);
@@ -117,7 +117,7 @@ void MessageQueues::push(int peer, Done& done) {
   std::deque<RequestRef>& queue = sends_[static_cast<size_t>(peer)];
   while (!queue.empty()) {
     const RequestRef request = queue.front();
-    if (!push_piece(*request)) return;
+    if (!push_chunk(*request)) return;
     if (request->num_moved_ < request->message_.num_bytes()) {
       request->moved_at_ = steady_now();
       continue;
@@ -147,13 +147,13 @@ void MessageQueues::send_to_self(const RequestRef& send, Done& done) {
 template <typename TakesUnasked>
 void MessageQueues::pull(int peer, const TakesUnasked& takes_unasked, Done& done) {
   Arriving& arriving = arriving_[static_cast<size_t>(peer)];
-  while (const auto piece = links_.incoming(peer)) {
+  while (const auto chunk = links_.incoming(peer)) {
     if (!arriving.message) {
-      arriving = begin(peer, message_of(piece->header, peer), takes_unasked());
+      arriving = begin(peer, message_of(chunk->header, peer), takes_unasked());
       if (!arriving.message) return;
     }
-    const uint64_t num_bytes = std::min(piece->bytes.size(), arriving.num_bytes_left);
-    take(arriving, piece->bytes.data(), num_bytes);
+    const uint64_t num_bytes = std::min(chunk->bytes.size(), arriving.num_bytes_left);
+    take(arriving, chunk->bytes.data(), num_bytes);
     links_.release(peer);
     const RequestRef& recv = arriving.early ? arriving.early->taken_by : arriving.recv;
     if (recv) recv->num_moved_ += num_bytes;

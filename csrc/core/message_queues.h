@@ -1,5 +1,5 @@
 // The messages of one rank that are under way. A message is a header and its elements, and travels
-// through a link in pieces. What arrives is matched with the recvs by source and tag,
+// through a link in chunks. What arrives is matched with the recvs by source and tag,
 // and kept on the heap if it comes before its recv, without a limit: beyond any limit, ranks that
 // both send first, or a collective behind a send, would wait for each other forever. A rank that
 // waits for nothing takes nothing in that it has not asked for, so that its senders wait for room.
@@ -158,11 +158,11 @@ class MessageQueues {
   void push(int peer, Done& done);
   void send_to_self(const RequestRef& send, Done& done);
   // Returns false if there is no room.
-  bool push_piece(Request& send);
+  bool push_chunk(Request& send);
   // Without a message if that is left with its sender.
   Arriving begin(int source, const Message& message, bool takes_unasked);
   static void take(Arriving& arriving, const std::byte* in, uint64_t num_bytes);
-  // Of a message that came before its recv. Throws Error(kTransport) if there is none.
+  // Memory for a message that came before its recv. Throws Error(kTransport) if it is short.
   std::unique_ptr<std::byte[]> memory_for(int source, const Message& message) const;
   bool take_early(const RequestRef& recv, Done& done);
   void deliver(const Early& early, const RequestRef& recv, Done& done);

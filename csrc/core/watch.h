@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cpu/exchange.h"
+#include "base/waiter.h"
 #include "transport/transport.h"
 
 namespace rota {
@@ -31,7 +31,7 @@ inline constexpr int kAnyRank = std::numeric_limits<int>::min();
 // The calling thread's kind: Python delivers signals to user threads only.
 enum class CallerThread { kUser, kProgress };
 
-class Watch final : public cpu::PeerWaitObserver {
+class Watch final : public PeerWaitObserver {
  public:
   // check_interrupt may throw (KeyboardInterrupt); it runs in the waiting thread, if that lets
   // signals through, and must outlive this.

@@ -19,7 +19,7 @@ constexpr uint64_t kLockStep = 1 << 16;
 uint64_t holder_of(uint64_t lock) { return lock % kLockStep; }
 uint64_t next_free(uint64_t lock) { return (lock / kLockStep + 1) * kLockStep; }
 
-// Of the ranks of this host, but for one of them.
+// Returns the sleep flags of this host's ranks, but for one of them.
 std::vector<const Flag*> sleep_flags(const std::vector<RankWindow>& ranks, int left_out = -1) {
   std::vector<const Flag*> flags;
   for (size_t peer = 0; peer < ranks.size(); ++peer) {

@@ -28,7 +28,7 @@
 #include "base/waiter.h"
 #include "base/wire_format.h"
 #include "core/remote_ranks.h"
-#include "transport/host.h"
+#include "transport/peer_processes.h"
 #include "transport/window_memory.h"
 
 namespace rota {
@@ -69,7 +69,7 @@ class Window {
 
   // Adds to the target's elements, each contribution rounded to `wire` first, if given. Sums are
   // float32, float64 or integer, so that nothing is rounded per call. Ranks that add to one chunk
-  // take turns; waits for a rank only while it adds. Of a rank that dies within, a part of its
+  // take turns; waits for a rank only while it adds. If a rank dies within, a part of its
   // contribution may be in the chunk, which then stays locked.
   void accumulate(int target, uint64_t offset, const void* data, DType dtype, uint64_t num_elems,
                   const std::optional<WireFormat>& wire);

@@ -48,7 +48,7 @@ class WindowWatch : public WaitObserver {
 bool is_open(const transport::WindowControl& control, const transport::PeerProcess& process);
 
 // Publishes a word of this process's window and wakes all who sleep on it: openers that may only
-// read cannot announce that they sleep.
+// read cannot publish that they sleep.
 void publish_word(const transport::WindowView& view, uint64_t word, uint64_t value);
 
 // Waits until the word is at least `value`; returns false after `timeout`. Throws

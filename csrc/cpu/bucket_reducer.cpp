@@ -155,7 +155,7 @@ void BucketReducer::unpack(const WirePlace& wire, const Range& range) const {
   });
 }
 
-// Of the tile that lies `begin` elements behind the places.
+// Sums the tile that lies `begin` elements behind the places.
 void BucketReducer::sum_contributions(std::span<const WirePlace> srcs,
                                       const schedule::Additions& additions, const Range& tile,
                                       uint64_t begin, float* sums) const {

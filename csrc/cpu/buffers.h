@@ -1,10 +1,13 @@
 // One rank's memory in a collective, whose arguments are in schedule/call.h.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "base/fixed_tree.h"
+#include "base/limits.h"
 #include "base/tile.h"
 #include "schedule/chunk.h"
 
@@ -33,7 +36,7 @@ struct Part {
   uint64_t num_elems;
 };
 
-// Which members a collective uses says its row in schedule/collective.h.
+// A collective uses the members that its row in schedule/collective.h names.
 struct Buffers {
   void* data = nullptr;  // of one in place
   // Otherwise one part, or one for each rank, in order; null on ranks that do not contribute or
@@ -46,5 +49,20 @@ struct Buffers {
   float* residual = nullptr;
   BucketMeasures* measures = nullptr;  // for reduce_bucket; null: nothing is measured
 };
+
+// What peers can read in this rank's heap instead of receiving it through slots.
+struct Source {
+  enum class Kind : uint8_t {
+    kSlots,    // this call goes through slots
+    kNothing,  // peers read nothing from this rank
+    kTensor,
+  };
+  Kind kind = Kind::kSlots;
+  const void* tensor = nullptr;
+};
+
+// Where this rank can read each rank's source, by rank. Not const, because pointers into slots are
+// not.
+using Sources = std::array<std::byte*, kMaxWorldSize>;
 
 }  // namespace rota::cpu

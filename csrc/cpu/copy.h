@@ -34,7 +34,7 @@ class OutputCopier {
  public:
   // num_bytes: of one rank's outputs.
   OutputCopier(uint64_t num_bytes, int world_size);
-  // Of a message, which its receiver reads next, and of which only one rank has an output: streams
+  // Copies a message, which its receiver reads next and which only one rank outputs: streams
   // it only if it alone exceeds the last-level cache (benchmarks/LOG.md).
   static OutputCopier for_message(uint64_t num_bytes);
 

@@ -27,11 +27,6 @@ OutputCopier copier_for(const Call& call, const Buffers& buffers, int world_size
   return {total_of(call, buffers.outputs, world_size), world_size};
 }
 
-// Where only the root copies the parts of all ranks.
-uint64_t extra_bytes_of_root(const Call& call, int rank, int world_size) {
-  return rank == call.root ? static_cast<uint64_t>(world_size - 1) * call.num_bytes() : 0;
-}
-
 // Where a root fills slots, it refills that of round r once all other ranks have drained round r.
 
 class Broadcast final : public Executor {
@@ -247,10 +242,6 @@ class Gather final : public Executor {
     if (is_root) copy_own(call, *buffers.inputs, buffers.outputs[call.root], copier);
     return num_rounds;
   }
-
-  uint64_t extra_bytes(const Call& call, int rank, int world_size) const override {
-    return extra_bytes_of_root(call, rank, world_size);
-  }
 };
 
 class Scatter final : public Executor {
@@ -347,10 +338,6 @@ class Scatter final : public Executor {
       }
     }
     return num_rounds;
-  }
-
-  uint64_t extra_bytes(const Call& call, int rank, int world_size) const override {
-    return extra_bytes_of_root(call, rank, world_size);
   }
 };
 

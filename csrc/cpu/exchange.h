@@ -6,12 +6,10 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <string_view>
 #include <utility>
 
-#include "base/limits.h"
 #include "base/waiter.h"
 #include "cpu/slot_stores.h"
 #include "schedule/chunk.h"
@@ -19,27 +17,6 @@
 #include "transport/transport.h"
 
 namespace rota::cpu {
-
-// Is told which peer each wait is for, so that errors can name it.
-class PeerWaitObserver : public WaitObserver {
- public:
-  virtual void begin_wait(int peer, std::string_view phase, uint64_t step) = 0;
-};
-
-// What peers can read in this rank's heap instead of receiving it through slots.
-struct Source {
-  enum class Kind : uint8_t {
-    kSlots,    // this call goes through slots
-    kNothing,  // peers read nothing from this rank
-    kTensor,
-  };
-  Kind kind = Kind::kSlots;
-  const void* tensor = nullptr;
-};
-
-// Where this rank can read each rank's source, by rank. Not const, because pointers into slots are
-// not.
-using Sources = std::array<std::byte*, kMaxWorldSize>;
 
 // Places change hands where two ranks write for each other: in every other use, each writes in the
 // other's region, where it has read last. Then the lines that it writes are in its own caches, and
@@ -103,7 +80,7 @@ class Exchange {
   int rank() const { return transport_.rank(); }
   int world_size() const { return transport_.world_size(); }
   size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
-  // Of a slot that holds a chunk for each other rank: how long one may be, in whole cache lines.
+  // How long a chunk may be in a slot that holds one for each other rank, in whole cache lines.
   size_t share_of_slot() const {
     const auto num_receivers = static_cast<size_t>(std::max(world_size() - 1, 1));
     return slot_bytes() / num_receivers / kCacheLineBytes * kCacheLineBytes;

@@ -49,8 +49,6 @@ class Executor {
 
   virtual uint64_t run_rounds(const Call& call, const Buffers& buffers,
                               Exchange& exchange) const = 0;
-  // How many bytes more than every other rank this one copies in rounds.
-  virtual uint64_t extra_bytes(const Call&, int /*rank*/, int /*world_size*/) const { return 0; }
 };
 
 const Executor& executor_of(const Call& call);

@@ -19,7 +19,7 @@
 
 namespace rota::cpu {
 
-// Of one rank, for the same readers. Not for several threads at once.
+// Stores what one rank writes for the same readers. Not for several threads at once.
 class SlotStores {
  public:
   using Clock = std::chrono::steady_clock;
@@ -51,7 +51,7 @@ class SlotStores {
 
   static constexpr size_t kShortest = 8 << 10;  // below, everything is stored into the caches
   static constexpr uint64_t kMeasured = 16;     // one of these is measured
-  // Of those into the caches, one of these goes past them, for comparison, while they are slow.
+  // While stores into the caches are slow, one of these goes past them, for comparison.
   static constexpr uint64_t kCompared = 64;
   // A first store into the caches after others past them is fast. This many bytes fill all places
   // of a ring of slots, or of a link (transport/layout.h).
@@ -97,7 +97,7 @@ class SlotStores {
   Time streamed_;                     // likewise
 };
 
-// Of one rank: for what a single other rank reads, for what all others read, and for places that
+// A rank's stores for what a single other rank reads, for what all others read, and for places that
 // change hands (cpu/exchange.h).
 class SlotWriter {
  public:

@@ -95,10 +95,10 @@ class Executor {
     std::unique_ptr<HostWords, HostWordsDeleter> words;
     std::shared_ptr<void> own_regions;
     StreamOrder order;  // of collectives and sends
-    // Of collectives and receives, if has_transfers(). Kept from the first collective on, not from
-    // the first receive: that receive would have to wait for everything in `order`, including this
-    // rank's sends, and graphs captured before it would not be ordered with receives when replayed
-    // beside them.
+    // Orders collectives and receives, if has_transfers(). It is kept from the first collective on,
+    // not from the first receive: that receive would have to wait for everything in `order`,
+    // including this rank's sends, and graphs captured before it would not be ordered with receives
+    // when replayed beside them.
     std::optional<StreamOrder> receives;
   };
 

@@ -49,8 +49,7 @@ struct Failure {
   uint16_t peer;
   uint16_t rank;  // the rank that waited
   uint16_t channel;
-  // Of a stall: the value of Peers::num_left that was loaded before the kernel last looked for what
-  // it awaits.
+  // In a stall: Peers::num_left as it was before the kernel last looked for what it awaits.
   uint8_t num_left = 0;
 
   HOST_DEVICE constexpr uint64_t pack() const {

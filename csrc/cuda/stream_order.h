@@ -48,7 +48,8 @@ class StreamOrder {
 // Whether `stream` is being captured into a graph.
 bool is_capturing(Stream stream);
 
-// Of a stream that is: the graph, and the nodes that the next work on the stream will depend on.
+// What a stream that is being captured adds to: the graph, and the nodes that its next work will
+// depend on.
 struct CapturedNodes {
   CUgraph_st* graph = nullptr;             // cudaGraph_t
   CUgraphNode_st* const* nodes = nullptr;  // const cudaGraphNode_t*

@@ -217,7 +217,7 @@ bool Bridge::waits_outside_calls() {
 void Bridge::end_waits(const Error& error) {
   engine_.abort(error);
   inbox_.fail(error);
-  monitor_.announce(error);
+  monitor_.post_failure(error);
   const std::lock_guard lock(failure_mutex_);
   has_failed_ = true;
   failed_.notify_all();

@@ -118,7 +118,7 @@ class Bridge {
   // Blocks until the group has failed, at most that long: for who has seen what may be a
   // consequence, and wants to report the cause.
   void await_failure(std::chrono::milliseconds timeout);
-  // Of waits outside collectives.
+  // The timeout of waits outside collectives.
   std::chrono::milliseconds timeout() const {
     return std::chrono::duration_cast<std::chrono::milliseconds>(local_->timeout());
   }
@@ -144,10 +144,10 @@ class Bridge {
   bool is_leader() const { return local_rank() == 0; }
   void begin(const Call& call, std::optional<Nanoseconds> own_timeout);
   void agree(const Call& call, const ShortSum* short_sum);
-  // Of leaders: exchanges the greetings. disagreement: of this host's ranks.
+  // Leaders exchange their greetings. disagreement: of this host's ranks.
   void greet(const Call& call, const std::optional<Error>& disagreement, const ShortSum* short_sum);
   bool all_called(const Call& call) const;
-  // Of a leader's data, to the ranks of its host.
+  // Shares a leader's data with the ranks of its host.
   void share(void* data, size_t num_bytes);
   const Greeting& greeting_of(int host) const {
     return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].data());
@@ -168,7 +168,7 @@ class Bridge {
   uint64_t epoch_ = 0;
   std::string_view kind_name_;
   std::optional<Nanoseconds> own_timeout_;
-  // Of leaders, by host: its greeting, which may be followed by a contribution.
+  // A leader's greeting, by host, which may be followed by a contribution.
   struct alignas(64) Message {
     std::byte bytes[sizeof(Greeting) + kMaxShortBytes];
     std::byte* data() { return bytes; }

@@ -39,7 +39,7 @@ Exchange plan(const Bridge& bridge, const Call& call, const cpu::Buffers& buffer
   return exchange;
 }
 
-// Of an all-to-all, only the two ranks of a pair know how long their parts are. All ranks read what
+// In an all-to-all, only the two ranks of a pair know how long their parts are. All ranks read what
 // all say, so all come to the same verdict.
 void compare_lengths(Bridge& bridge, Scratch& scratch, const Call& call, const Exchange& exchange) {
   const auto world_size = static_cast<size_t>(bridge.world_size());

@@ -26,8 +26,8 @@ using Transfers = std::vector<Engine::Transfer>;
 constexpr uint64_t kChunkBytes = 1 << 20;  // of each rank's part
 constexpr uint64_t kStarBytes = 64 << 10;  // the longest broadcast that its root sends to all hosts
 
-// Part `chunk` of a part of bytes.
-Part piece_of(const Part& part, uint64_t chunk) {
+// What a chunk has of a part of bytes.
+Part chunk_of_part(const Part& part, uint64_t chunk) {
   const Range range = schedule::chunk_of(part.num_elems, kChunkBytes, chunk);
   return {at(part, range.begin), range.num_elems};
 }
@@ -57,7 +57,7 @@ void for_each_row(const Bridge& bridge, int host, const Body& body) {
 void gather_bytes(Bridge& bridge, std::span<const Part> outputs) {
   const uint64_t num_chunks = num_chunks_of(outputs, kChunkBytes);
   const auto output = [&](int rank, uint64_t chunk) {
-    return piece_of(outputs[static_cast<size_t>(rank)], chunk);
+    return chunk_of_part(outputs[static_cast<size_t>(rank)], chunk);
   };
   const auto share = [&](int host, uint64_t chunk) {
     for_each_row(bridge, host, [&](const std::vector<int>& ranks) {
@@ -147,36 +147,35 @@ void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data) {
   const uint64_t num_chunks = num_chunks_of({&whole, 1}, kChunkBytes);
 
   Transfers outgoing;
-  const auto forward = [&](const Part& piece) {
+  const auto forward = [&](const Part& part) {
     const int first = is_star ? 1 : place + 1;
     const int end =
         is_star ? (place == 0 ? hosts.num_hosts() : 0) : std::min(place + 2, hosts.num_hosts());
     for (int i = first; i < end; ++i) {
-      outgoing.push_back(
-          bridge.send(piece.data, piece.num_elems, leader_of(host_at(i)), kResultTag));
+      outgoing.push_back(bridge.send(part.data, part.num_elems, leader_of(host_at(i)), kResultTag));
     }
   };
   const auto expect = [&](uint64_t chunk) {
-    const Part piece = piece_of(whole, chunk);
+    const Part part = chunk_of_part(whole, chunk);
     const int sender = leader_of(host_at(is_star ? 0 : place - 1));
-    return bridge.recv(piece.data, piece.num_elems, sender, kResultTag);
+    return bridge.recv(part.data, part.num_elems, sender, kResultTag);
   };
   const bool is_receiver = bridge.rank() == leader && place > 0;
   Engine::Transfer next;
   if (is_receiver && num_chunks > 0) next = expect(0);
   for (uint64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    const Part piece = piece_of(whole, chunk);
+    const Part part = chunk_of_part(whole, chunk);
     if (is_receiver) {
       Engine::Transfer current = std::exchange(next, {});
       if (chunk + 1 < num_chunks) next = expect(chunk + 1);
       bridge.wait(current, "the root's data");
     }
-    if (bridge.rank() == leader) forward(piece);
+    if (bridge.rank() == leader) forward(part);
     if (bridge.local_size() > 1) {
       bridge.run_local({.kind = CollectiveKind::kBroadcast,
                         .root = hosts.place_of(leader).local_rank,
-                        .num_elems = piece.num_elems},
-                       {.data = piece.data});
+                        .num_elems = part.num_elems},
+                       {.data = part.data});
     }
   }
   bridge.wait(outgoing, "the network");

@@ -17,7 +17,7 @@ namespace {
 
 using schedule::Range;
 
-// Of all ranks of a host, in the accumulate dtype.
+// The length for all ranks of a host, in the accumulate dtype.
 constexpr uint64_t kChunkBytes = 2 << 20;
 // A chunk's memory is used again three chunks later: one is being contributed, one summed, one
 // collected.
@@ -48,7 +48,7 @@ class HierarchicalSum {
   bool is_short() const { return is_short_; }
   size_t short_bytes() const { return encoded_bytes(range_of(0)); }
 
-  // Of a short sum: this host's sum, as other hosts are to get it.
+  // In a short sum: this host's sum, as other hosts are to get it.
   std::span<const std::byte> contribution() {
     if (num_chunks_ == 0) return {};
     const cpu::IeeeFloatScope ieee;
@@ -62,7 +62,7 @@ class HierarchicalSum {
     return {packed, encoded_bytes(shard)};
   }
 
-  // Of leaders: the short sum of all hosts.
+  // Leaders form the short sum of all hosts.
   void sum_contributions() {
     if (num_chunks_ == 0) return;
     const cpu::IeeeFloatScope ieee;

@@ -5,7 +5,7 @@
 // rounded once more.
 //
 // With N bytes in the wire format and H hosts, a host sends 2 (H - 1) / H N bytes and receives as
-// many (Patarasuk & Yuan 2009). Of short tensors each host's first rank sums everything: it sends N
+// many (Patarasuk & Yuan 2009). Each host's first rank sums short tensors alone: it sends N
 // bytes to each other host, with the greeting of the call, and shares the result. Chunks are
 // pipelined: while one is awaited, the messages of the next are on their way.
 #pragma once

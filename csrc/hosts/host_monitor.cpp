@@ -82,11 +82,11 @@ void HostMonitor::end_call() {
   local_.record_completed_call(number);
 }
 
-void HostMonitor::announce(const Error& error) {
+void HostMonitor::post_failure(const Error& error) {
   const std::lock_guard lock(mutex_);
   if (has_failed_) return;
   has_failed_ = true;
-  to_announce_ = error;
+  to_post_ = error;
   woken_->notify_one();
 }
 
@@ -137,8 +137,8 @@ void HostMonitor::watch() {
   auto last = Clock::now();
   auto next_sign = last;
   std::unique_lock lock(mutex_);
-  while (!is_ending_ || to_announce_) {
-    const std::optional<Error> news = std::exchange(to_announce_, std::nullopt);
+  while (!is_ending_ || to_post_) {
+    const std::optional<Error> news = std::exchange(to_post_, std::nullopt);
     const bool has_failed = has_failed_;
     lock.unlock();
     const bool is_waiting = engine_.awaited().has_value();
@@ -164,7 +164,7 @@ void HostMonitor::watch() {
       if (is_waiting) warn_about_stall();
     }
     lock.lock();
-    if (to_announce_ || is_ending_) continue;
+    if (to_post_ || is_ending_) continue;
     woken_->wait_for(lock, is_waiting ? kTickWhileWaiting : kTick);
   }
   const bool has_failed = has_failed_;

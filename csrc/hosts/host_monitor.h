@@ -61,7 +61,7 @@ class HostMonitor {
   // As Communicator::ended_ranks(), of all hosts; those that give no sign of life count.
   std::map<int, std::string> ended_ranks();
   // Tells the other hosts that this rank has failed, and returns at once. From any thread.
-  void announce(const Error& error);
+  void post_failure(const Error& error);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -117,7 +117,7 @@ class HostMonitor {
   // Guarded by it.
   std::unordered_map<int, Heard> heard_;  // by rank
   std::unordered_map<int, Dead> dead_;    // by rank
-  std::optional<Error> to_announce_;
+  std::optional<Error> to_post_;
   bool expects_signs_ = false;
   bool has_failed_ = false;
   bool is_ending_ = false;

@@ -33,7 +33,7 @@ class LevelReducers {
         orders_(orders),
         accumulate_(kIsBucket ? DType::kFloat32 : info(call.dtype).accumulate) {}
 
-  // Of an element of a partial sum, which is in the accumulate dtype.
+  // The size of an element of a partial sum, which is in the accumulate dtype.
   size_t elem_bytes() const { return info(accumulate_).num_bytes; }
 
   // A rank's elements as the ranks of its host sum them: `src` itself, or a copy in the memory that

@@ -10,10 +10,10 @@ inline constexpr int kGreetingTag = 1;      // a call, to be compared
 inline constexpr int kContributionTag = 2;  // what a rank's partner sums
 inline constexpr int kResultTag = 3;        // what is final
 
-// Of windows: one for each service over an engine, so that none takes another's packets.
+// Windows have one tag for each service over an engine, so that none takes another's packets.
 inline constexpr int kFirstWindowTag = 1 << 26;
 
-// Of a send's data: in turn, so that recvs that go on at the same time do not mix them up.
+// Sends take the tags of their data in turn, so that recvs at the same time do not mix them up.
 inline constexpr int64_t kFirstDataTag = 16;
 inline constexpr int64_t kNumDataTags = 1 << 24;
 

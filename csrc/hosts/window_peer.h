@@ -119,7 +119,7 @@ class WindowPeer {
   static constexpr uint64_t kMaxAsked = 4;
   static constexpr size_t kNumPosted = 4;  // recvs that wait for packets
 
-  // Of a request without an answer.
+  // What is kept of a request without an answer.
   struct Asked {
     PacketBuffer buffer;
     MessageRef sent;

@@ -44,7 +44,7 @@ constexpr int index_of_peer(int rank, int world_size, int peer) {
   return index < 0 ? index + world_size : index;
 }
 
-// Of many transfers between pairs of ranks, every rank queues those of step 0 first, then those of
+// Where many pairs of ranks have transfers, every rank queues those of step 0 first, then those of
 // step 1: at each it receives from source_at() and sends to rotated_peer(). A transfer has one step
 // on both of its ends, and several of one step and one link keep their order. So of all unfinished
 // transfers the first has both ends at the head of their queues, and no circle of ranks waits for

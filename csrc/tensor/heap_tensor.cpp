@@ -37,7 +37,7 @@ void release(void* context) {
   block->heap.release(block->data);
 }
 
-// Of a storage that lies in another tensor's memory.
+// Deletes a storage that lies in another tensor's memory.
 void let_go(void* place) { delete static_cast<at::Tensor*>(place); }
 
 }  // namespace

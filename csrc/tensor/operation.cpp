@@ -41,7 +41,7 @@ Side output_side(const Operation& operation, int rank) {
           is_among(row.receivers, rank, operation.root)};
 }
 
-// Of checked sides.
+// The lengths of a checked side's parts.
 Lengths lengths_of(const Side& side, int world_size) {
   Lengths lengths;
   if (!side.is_used) return lengths;

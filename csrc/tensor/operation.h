@@ -18,7 +18,8 @@
 
 namespace rota::tensors {
 
-// Of each wait of one call for another rank; none: the group's. Kernels apply the group's always.
+// How long each wait of one call for another rank may take; none: the group's timeout. Kernels
+// always apply the group's.
 using OwnTimeout = std::optional<std::chrono::milliseconds>;
 
 // Refers to the tensors, and owns nothing.
@@ -69,9 +70,10 @@ inline void check_apart(at::ArrayRef<Operation> operations) {
   if (operations.size() != 1 || operations[0].outputs.size() > 1) check_all_apart(operations);
 }
 
-// Of a queued call, when it begins: replan() plans it anew, because a tensor may have been resized,
-// replaced or freed since. Then agree() makes the call, marked as withdrawn, which is a mismatch on
-// every other rank: they would wait for it otherwise, or take the next one for it. Throws Error.
+// Checks a queued call when it begins: replan() plans it anew, because a tensor may have been
+// resized, replaced or freed since. If so, agree() makes the call, marked as withdrawn, which is a
+// mismatch on every other rank: they would wait for it otherwise, or take the next one for it.
+// Throws Error.
 void check_unchanged(const Call& planned, c10::function_ref<Call()> replan,
                      c10::function_ref<void(const Call&)> agree);
 

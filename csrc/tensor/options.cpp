@@ -75,6 +75,29 @@ WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype,
   });
 }
 
+std::optional<WireFormat> parse_inter_wire(std::optional<at::ScalarType> dtype,
+                                           bool block_scaling) {
+  if (!dtype) return std::nullopt;
+  return with_python_errors([&] {
+    const auto refuse = [](const std::string& what) {
+      throw Error(ErrorKind::kType, "rota.Communicator: " + what);
+    };
+    if (*dtype == at::kDouble) {
+      refuse(
+          "inter_wire_dtype is torch.float64, expected one that is narrower than a sum: "
+          "torch.float32, torch.float16, torch.bfloat16 or a float8");
+    }
+    const WireFormat wire = parse_wire("Communicator", *dtype, block_scaling);
+    if (block_scaling && !has_block_scaling(wire.dtype)) {
+      refuse(
+          join("inter_block_scaling is for torch.float16 and float8, expected none with "
+               "inter_wire_dtype ",
+               name(wire.dtype), ", which has the range of float32"));
+    }
+    return wire;
+  });
+}
+
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm,
                                    const OrderOptions& order) {

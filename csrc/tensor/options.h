@@ -24,6 +24,8 @@ OrderOptions parse_order(std::string_view collective, std::string_view order,
 // block_scaling: none is where the wire is narrow.
 WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype,
                       std::optional<bool> block_scaling);
+// The wire between hosts; none if dtype is none.
+std::optional<WireFormat> parse_inter_wire(std::optional<at::ScalarType> dtype, bool block_scaling);
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm,
                                    const OrderOptions& order);

@@ -40,7 +40,7 @@ transport::Geometry make_geometry(size_t slot_bytes, int world_size) {
           .num_cells = transport::default_num_cells(world_size)};
 }
 
-// Of all hosts; a rank is 16 bits of a Call.
+// The most ranks of all hosts; a rank is 16 bits of a Call.
 constexpr int kMaxGroupSize = 4096;
 
 void check_local_size(int local_size) {

@@ -118,7 +118,7 @@ class TensorCommunicator {
   // What the group has failed of; none if it has not, or was never used.
   std::optional<ErrorKind> failure() const;
 
-  // Of later calls on CPU tensors that have none of their own.
+  // Applies to later calls on CPU tensors that have no timeout of their own.
   void set_timeout(std::chrono::milliseconds timeout);
 
  private:

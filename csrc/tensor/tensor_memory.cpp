@@ -27,7 +27,7 @@ uint64_t span_bytes(const at::Tensor& tensor) {
   return static_cast<uint64_t>(span) * tensor.element_size();
 }
 
-// Of the storage, that a tensor with memory needs.
+// How much of the storage a tensor with memory needs.
 uint64_t end_of(const at::Tensor& tensor) {
   const uint64_t span = span_bytes(tensor);
   if (span == 0) return 0;

@@ -16,7 +16,7 @@
 namespace rota::tensors {
 namespace {
 
-// Of a tensor without elements, for which torch has no address, the empty start of its storage.
+// A tensor without elements, for which torch has no address, gets the empty start of its storage.
 std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   void* data = tensor.numel() == 0 ? tensor.storage().mutable_data() : tensor.data_ptr();
   return {static_cast<std::byte*>(data), tensor.nbytes()};

@@ -29,7 +29,7 @@ class ExposedTensor {
   // torch_holds_it: a call of torch's, whose references are not counted.
   static std::shared_ptr<ExposedTensor> make(const at::Tensor& tensor, uint64_t num_words,
                                              bool others_may_write, bool torch_holds_it);
-  // Of a tensor in the heap.
+  // The tensor must lie in the heap.
   ExposedTensor(at::Tensor tensor, uint64_t num_words, bool others_may_write);
 
   const at::Tensor& tensor() const { return tensor_; }

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "schedule/hosts.h"
+#include "transport/host_id.h"
 
 namespace rota::transport {
 namespace {

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "transport/endpoint.h"
-#include "transport/host.h"
 #include "transport/layout.h"
+#include "transport/numa_node.h"
 #include "transport/store.h"
 
 namespace rota::transport {

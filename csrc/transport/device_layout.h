@@ -26,7 +26,7 @@ inline constexpr int kNumLinkSlots = 2;
 
 struct alignas(kDeviceLineBytes) DeviceFlag {
   uint64_t value;
-  uint64_t payload;  // may be written, by the same thread, before the value that announces it
+  uint64_t payload;  // may be written, by the same thread, before the value that publishes it
 };
 
 // What the counts of a region hold once nothing of its rank is left but graphs: more messages than

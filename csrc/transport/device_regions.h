@@ -32,7 +32,7 @@ struct DeviceRegions {
 // The caching allocator's memory would not do: with expandable segments it has no handles.
 DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& all_gather);
 
-// Of ranks that are parts of one process and share the current GPU.
+// For ranks that are parts of one process and share the current GPU.
 DeviceRegions allocate_regions(int num_ranks, size_t num_bytes);
 
 }  // namespace rota::transport

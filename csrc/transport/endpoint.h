@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/host.h"
 #include "transport/listener.h"
 #include "transport/mapping.h"
+#include "transport/peer_processes.h"
 #include "transport/unique_fd.h"
 
 namespace rota::transport {

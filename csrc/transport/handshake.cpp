@@ -168,7 +168,7 @@ std::shared_ptr<PeerProcess> process_of(const UniqueFd& connection) {
         join(with_errno("pidfd_open", errno), " for pid ", pid,
              "; rota needs Linux 5.3 and ranks in one PID namespace to notice a peer's death"));
   }
-  return per_process<Host>().find_process(pid, UniqueFd(fd));
+  return per_process<PeerProcesses>().find(pid, UniqueFd(fd));
 }
 
 std::string Address::to_string() const { return join(listener, ' ', token); }

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/host.h"
+#include "transport/peer_processes.h"
 #include "transport/unique_fd.h"
 
 namespace rota::transport {

@@ -52,7 +52,7 @@ class Heap {
 
   // The block that holds `data`.
   Blocks::iterator find(const void* data);
-  // Of a released block.
+  // Frees a released block once nobody holds it.
   void free_unless_held(Blocks::iterator block);
 
   void map_all(size_t num_bytes);  // for errors: what the caller needs

@@ -84,8 +84,8 @@ inline constexpr size_t kPlacesPerMailbox = 4;
 // most 64 MiB.
 constexpr size_t default_num_cells(int world_size) { return world_size <= 5 ? 16 : 6; }
 
-// A cell holds at most so many pieces.
-inline constexpr size_t kPiecesPerCell = 16;
+// A cell holds at most so many chunks.
+inline constexpr size_t kChunksPerCell = 16;
 
 // What every rank must agree on; bootstrap compares it.
 struct Geometry {
@@ -112,8 +112,8 @@ struct Geometry {
   constexpr Span collectives(int num_slots) const {
     return {sizeof(ControlBlock), slot(static_cast<uint64_t>(num_slots)) - sizeof(ControlBlock)};
   }
-  // Of one rank's link to another: places for the pieces of all cells of both, and of one more.
-  constexpr size_t num_posts() const { return kPiecesPerCell * (2 * num_cells + 1); }
+  // One rank's link to another has places for the chunks of all cells of both, and of one more.
+  constexpr size_t num_posts() const { return kChunksPerCell * (2 * num_cells + 1); }
   constexpr Span posts(int receiver) const {
     const size_t num_bytes = num_posts() * sizeof(Flag);
     return {slot(kNumCopySlots) +

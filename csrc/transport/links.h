@@ -1,6 +1,6 @@
 // One rank's links to its peers, in the verbs of cuda/links.h. A link carries messages in the order
-// in which they are sent, in pieces. A piece lies in a cell, a place in the memory of one of the
-// two ranks, behind the pieces of its message that are in there already. A post tells the peer
+// in which they are sent, in chunks. A chunk lies in a cell, a place in the memory of one of the
+// two ranks, behind the chunks of its message that are in there already. A post tells the peer
 // where.
 //
 //   sender    outgoing(peer), once there is room ... write it ... publish(peer, header, n, end)
@@ -9,8 +9,8 @@
 // A cell goes from rank to rank with what lies in it. Its reader keeps it, and writes what it sends
 // to that peer next there: such a line moves once, with its ownership, where a sender that writes
 // it again would wait until the reader's copy is given up (benchmarks/LOG.md). So an exchange to
-// and fro runs in few cells, which stay in the caches. Of those that are not needed for that, the
-// reader gives back the oldest, and the sender takes those last: messages in one direction go
+// and fro runs in few cells, which stay in the caches. The reader gives back the oldest of
+// those that are not needed for that, and the sender takes them last: messages in one direction go
 // through all cells, which together are longer than a second-level cache, so that both sides find
 // lines in the third level.
 //
@@ -40,9 +40,9 @@ namespace rota::transport {
 
 class Links {
  public:
-  // Goes beside each piece.
+  // Goes beside each chunk.
   using Header = std::array<uint64_t, 3>;
-  struct Piece {
+  struct Chunk {
     Header header;
     std::span<const std::byte> bytes;
   };
@@ -59,7 +59,7 @@ class Links {
     }
   }
 
-  // Where the next piece goes, if there is room. Otherwise there may be once to_read(peer) is there
+  // Where the next chunk goes, if there is room. Otherwise there may be once to_read(peer) is there
   // and has been read. Throws Error(kTransport) if memory is short.
   std::optional<Room> outgoing(int peer) {
     open(peer);
@@ -73,7 +73,7 @@ class Links {
     return Room{{place(peer, cell) + link.num_filled, geometry_.cell_bytes - link.num_filled},
                 is_read};
   }
-  // Pieces have at least a 16th of a cell, except where the message or the cell ends.
+  // Chunks have at least a 16th of a cell, except where the message or the cell ends.
   void publish(int peer, const Header& header, uint64_t num_bytes, bool is_end_of_message) {
     Link& link = link_to(peer);
     if (link.num_filled == 0) link.free.take_next();
@@ -95,9 +95,9 @@ class Links {
     }
     return {&flag_of(peer, transport_.rank(), link.read), link.read.number + 1};
   }
-  // The next piece, if one has arrived; takes in what was given back before it. Throws
+  // The next chunk, if one has arrived; takes in what was given back before it. Throws
   // Error(kInternal) for what no peer posts.
-  std::optional<Piece> incoming(int peer) {
+  std::optional<Chunk> incoming(int peer) {
     Link& link = link_to(peer);
     while (to_read(peer).is_there()) {
       if (!link.is_opened_by_peer) {
@@ -107,7 +107,7 @@ class Links {
       link.reading = next_post(peer);
       const auto& [header, returned, num_bytes, cell, is_end_of_cell] = link.reading;
       if (returned.num_cells == 0) {
-        return Piece{header, {place(peer, cell) + link.num_drained, num_bytes}};
+        return Chunk{header, {place(peer, cell) + link.num_drained, num_bytes}};
       }
       link.free.add_returned({returned.cells.data(), returned.num_cells});
       advance(link.read);
@@ -132,10 +132,10 @@ class Links {
   }
 
  private:
-  // What a rank tells its peer, in the payload of a flag: a piece, or cells that it gives back.
+  // What a rank tells its peer, in the payload of a flag: a chunk, or cells that it gives back.
   struct Post {
     Header header;
-    ReturnedCells returned;  // none: it is a piece
+    ReturnedCells returned;  // none: it is a chunk
     uint32_t num_bytes;
     CellNumber cell;
     uint16_t is_end_of_cell;
@@ -210,7 +210,7 @@ class Links {
     ++cursor.number;
     if (++cursor.place == geometry_.num_posts()) cursor.place = 0;
   }
-  // Of the next post.
+  // The flag of the next post.
   Flag& flag_of(int sender, int receiver, const Cursor& cursor) const {
     const size_t offset = geometry_.posts(receiver).offset + cursor.place * sizeof(Flag);
     return *reinterpret_cast<Flag*>(transport_.region(sender).at(offset));
@@ -222,7 +222,7 @@ class Links {
         geometry_.cell(is_own ? peer : transport_.rank(), cell % geometry_.num_cells);
     return is_own ? transport_.own().at(offset) : transport_.region(peer).at(offset);
   }
-  // Pieces begin on cache lines.
+  // Chunks begin on cache lines.
   static size_t up_to_line(size_t num_bytes) {
     return schedule::ceil_div(num_bytes, kCacheLineBytes) * kCacheLineBytes;
   }

@@ -74,7 +74,7 @@ SharedMemoryRank::SharedMemoryRank(Store& store, int rank, int world_size, const
 
 SharedMemoryRank::~SharedMemoryRank() {
   bootstrap_.reset();  // nobody else uses region_ from now on
-  // A forked child shares its parent's memory, but must not announce the parent's departure.
+  // A forked child shares its parent's memory, but must not report the parent's departure.
   if (!region_ || fork_generation_ != fork_generation()) return;
   reinterpret_cast<ControlBlock*>(region_->base())->departed.publish(1);
 }

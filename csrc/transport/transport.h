@@ -76,7 +76,7 @@ class Transport {
 
   // Where this process says which core it is on; null if ranks do not tell each other.
   virtual CoreWord* own_core() const = 0;
-  // Of every other rank's process; empty if one of them could not be mapped.
+  // The words of every other rank's process; empty if one of them could not be mapped.
   std::vector<const CoreWord*> other_cores() const {
     std::vector<const CoreWord*> cores;
     for (int peer = 0; peer < world_size(); ++peer) {

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "base/flag.h"
-#include "transport/host.h"
 #include "transport/layout.h"
 #include "transport/listener.h"
 #include "transport/mapping.h"
+#include "transport/peer_processes.h"
 
 namespace rota::transport {
 

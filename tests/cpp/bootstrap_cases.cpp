@@ -143,7 +143,7 @@ socklen_t address_of(const std::string& name, sockaddr_un& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-// Announces itself under a rank's key and accepts connections, but never answers or connects.
+// Publishes itself under a rank's key and accepts connections, but never answers or connects.
 class SilentRank {
  public:
   SilentRank(const TemporaryDirectory& directory, int rank) : socket_(open_socket()) {

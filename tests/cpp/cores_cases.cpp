@@ -30,7 +30,7 @@ struct Cache {
   std::string sharers;
 };
 
-// Of core 2, which has these caches; indices ascend with the levels.
+// What is found for core 2, which has these caches; indices ascend with the levels.
 uint64_t found_with(const std::string& online, const std::vector<Cache>& caches) {
   const TemporaryDirectory directory;
   std::ofstream(directory.path() / "online") << online << '\n';

@@ -17,7 +17,7 @@
 #include "processes.h"
 #include "ranks.h"
 #include "transport/heap.h"
-#include "transport/host.h"
+#include "transport/peer_processes.h"
 
 namespace rota::test {
 namespace {

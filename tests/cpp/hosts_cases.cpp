@@ -10,7 +10,7 @@
 #include "check.h"
 #include "processes.h"
 #include "schedule/hosts.h"
-#include "transport/host.h"
+#include "transport/numa_node.h"
 
 namespace rota::test {
 namespace {

@@ -101,7 +101,7 @@ cuda::Sums sums_of(const KernelCall& call) {
   return is_tree ? cuda::Sums::kInTree : cuda::Sums::kInGroups;
 }
 
-// Of srcs in the accumulate dtype, by halves; the first half has one more if their number is odd.
+// Sums srcs in the accumulate dtype, by halves; the first half has one more if their number is odd.
 uint64_t reduce_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
   if (srcs.size() == 1) return srcs[0];
   const size_t num_left = (srcs.size() + 1) / 2;

@@ -1,4 +1,4 @@
-// The cells of one link, with both of its ranks in one thread: which cell a piece goes to, that
+// The cells of one link, with both of its ranks in one thread: which cell a chunk goes to, that
 // none is lost or used twice, and what becomes of a post that no rank writes.
 #include "transport/links.h"
 
@@ -38,18 +38,18 @@ class Side {
     links_.publish(peer_, {number, num_bytes, 0}, num_bytes, is_end_of_message);
     return room->bytes.data();
   }
-  std::optional<Links::Piece> incoming() { return links_.incoming(peer_); }
+  std::optional<Links::Chunk> incoming() { return links_.incoming(peer_); }
   // Returns where it lay.
   const std::byte* recv(uint64_t number) {
-    const auto piece = links_.incoming(peer_);
-    check(piece.has_value(), "a piece is there");
-    check_equal(piece->header[0], number, "its number");
-    check_equal(piece->header[1], piece->bytes.size(), "its length");
+    const auto chunk = links_.incoming(peer_);
+    check(chunk.has_value(), "a chunk is there");
+    check_equal(chunk->header[0], number, "its number");
+    check_equal(chunk->header[1], chunk->bytes.size(), "its length");
     const auto byte = static_cast<std::byte>(number % 251);
-    check(std::ranges::all_of(piece->bytes, [&](std::byte other) { return other == byte; }),
+    check(std::ranges::all_of(chunk->bytes, [&](std::byte other) { return other == byte; }),
           "nobody has written to it since");
     links_.release(peer_);
-    return piece->bytes.data();
+    return chunk->bytes.data();
   }
 
  private:
@@ -77,7 +77,7 @@ void an_answer_lies_where_the_question_was() {
   }
 }
 
-void pieces_of_a_message_lie_behind_each_other() {
+void chunks_of_a_message_lie_behind_each_other() {
   Pair pair;
   const std::byte* place = pair.sides[0].send(0, 65, /*is_end_of_message=*/false);
   check_equal(pair.sides[0].send(1, 64, /*is_end_of_message=*/false), place + 128, "the second");
@@ -157,7 +157,7 @@ void a_damaged_post_is_an_error() {
 
 const CaseTable kCases{
     {"links_answers", an_answer_lies_where_the_question_was},
-    {"links_pieces", pieces_of_a_message_lie_behind_each_other},
+    {"links_chunks", chunks_of_a_message_lie_behind_each_other},
     {"links_one_direction", one_direction_goes_through_all_cells},
     {"links_cells", cells_are_neither_lost_nor_used_twice},
     {"links_damaged", a_damaged_post_is_an_error},

@@ -16,7 +16,7 @@
 namespace rota::test {
 namespace {
 
-// Zero, one, around a cell, around pieces, all cells of a rank, of both, many times that.
+// Zero, one, around a cell, around chunks, all cells of a rank, of both, many times that.
 constexpr size_t kLengths[] = {
     0,     1,         kCell - 1,    kCell, kCell + 1, 4 * kCell - 1, 4 * kCell, 4 * kCell + 1,
     kLink, 2 * kLink, 9 * kLink + 7};

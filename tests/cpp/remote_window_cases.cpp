@@ -26,7 +26,7 @@ using std::chrono::milliseconds;
 const std::vector<std::string> kOneEach{"a", "b"};
 const std::vector<std::string> kThreeHosts{"a", "b", "c"};
 
-// Of many packets, in both directions at once, at odd places.
+// Transfers take many packets, in both directions at once, at odd places.
 void long_transfers() {
   constexpr size_t kNumBytes = 11 * hosts::kPacketDataBytes + 13;
   constexpr uint64_t kOffset = 5;
@@ -195,7 +195,7 @@ void closed_window_is_refused() {
   });
 }
 
-// Of three hosts one falls silent; the others go on.
+// One of three hosts falls silent; the others go on.
 void silent_host_is_lost() {
   setenv("ROTA_HOST_SILENCE_MS", "700", 1);
   WindowWorld world(kThreeHosts, 4 * hosts::kPacketDataBytes);

@@ -75,7 +75,7 @@ void pass_around(int num_ranks, const WaitPolicy& policy, int num_laps, bool daw
 }
 
 // Both sides wait for each other in every step, so both publish while the other goes to sleep.
-void meet(int num_steps) {
+void rendezvous(int num_steps) {
   Words words[2];
   run_threads(2, [&](int rank) {
     Words& own = words[rank];
@@ -151,7 +151,7 @@ const CaseTable kCases{
     {"waiter_sleeping-ws2", [] { pass_around(2, kSleep, 10000, false); }},
     {"waiter_sleeping-ws4", [] { pass_around(4, kSleep, 5000, false); }},
     {"waiter_sleeping_at_any_moment-ws2", [] { pass_around(2, kSleep, 10000, true); }},
-    {"waiter_meeting-ws2", [] { meet(20000); }},
+    {"waiter_rendezvous-ws2", [] { rendezvous(20000); }},
     {"waiter_yielding-ws3", [] { pass_around(3, kYield, 3000, true); }},
     {"waiter_spinning-ws2", [] { pass_around(2, kSpin, 50, false); }},
     {"waiter_policy_of_ranks-ws4", [] { pass_around(4, WaitPolicy::for_ranks(4), 3000, true); }},

@@ -92,7 +92,7 @@ class AllGather {
 
   size_t own_place() const { return static_cast<size_t>(gpus_.bridge().local_rank()); }
   static int64_t split(const Range& range) { return static_cast<int64_t>(range.num_elems); }
-  // Of each part, in bytes.
+  // A chunk's range in each part, in bytes.
   Range range_of(uint64_t index) const {
     return schedule::chunk_of(call_.num_bytes(), chunk_bytes_, index);
   }

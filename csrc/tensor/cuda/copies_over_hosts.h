@@ -7,7 +7,7 @@
 
 namespace rota::tensors {
 
-// Of equal parts. buffers: one input, and an output for each rank.
+// Gathers equal parts. buffers: one input, and an output for each rank.
 void all_gather_over_hosts(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers,
                            at::Device device);
 

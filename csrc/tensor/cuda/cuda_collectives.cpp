@@ -344,7 +344,7 @@ void CudaCollectives::run_encoded_all_gather(const Operation& operation, const C
   at::Tensor gathered = own.whole;
   if (world_size > 1) {
     gathered = at::empty({static_cast<int64_t>(world_size * part_bytes)}, own.whole.options());
-    // Of a float, so that NaN takes the place of what does not arrive.
+    // The dtype is a float, so that NaN takes the place of what does not arrive.
     const Call bytes{.kind = call.kind, .dtype = DType::kFloat8E5M2, .num_elems = part_bytes};
     run(bytes, fingerprint, own.wire, gathered.data_ptr());
   }

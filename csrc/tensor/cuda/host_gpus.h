@@ -39,7 +39,7 @@ class RankOfEachHost {
 
   // In the order in which an exchange lists them.
   const std::vector<int>& ascending() const { return ascending_; }
-  // Of a host's rank in that order.
+  // The place of a host's rank in that order.
   size_t position_of(int host) const { return positions_[static_cast<size_t>(host)]; }
 
  private:
@@ -91,8 +91,8 @@ class HostGpus {
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                       const OrderOptions& order);
   void all_reduce(const at::Tensor& tensor, ReduceOp op, const OrderOptions& order);
-  // Of the bytes of shards, one after another; the own one lies in its place. dtype: what they are
-  // of, here and below.
+  // Gathers the bytes of shards, one after another; the own one lies in its place. dtype: what they
+  // hold, here and below.
   void all_gather(const at::Tensor& shards, DType dtype);
   void broadcast(const at::Tensor& bytes, int local_root, DType dtype);
   // all_gather() of the rails' shards, also where other ranks of the host have none.

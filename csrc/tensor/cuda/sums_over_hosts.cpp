@@ -107,7 +107,7 @@ class AllReduce {
   Range own_part(const Chunk& chunk) const {
     return part_of(chunk, own_rail(), rail_.position_of(gpus_.bridge().host()));
   }
-  // Of a rail that has all its elements, and of the own one.
+  // The bytes of the shard of a rail that has all its elements, and of the own one.
   size_t shard_bytes(const Chunk& chunk) const {
     return num_hosts() * sums_.message_bytes(chunk.part_elems);
   }

@@ -1,6 +1,6 @@
 // A process's table of its peers' processes: one entry for each, however many groups share it. An
 // eventfd stands in for a pidfd, which also becomes readable, once its process has ended.
-#include "transport/host.h"
+#include "transport/peer_processes.h"
 
 #include <sched.h>
 #include <signal.h>
@@ -24,9 +24,9 @@ namespace rota::test {
 namespace {
 
 using transport::Heap;
-using transport::Host;
 using transport::LifeHolder;
 using transport::PeerProcess;
+using transport::PeerProcesses;
 using transport::UniqueFd;
 using ProcessRef = std::shared_ptr<const PeerProcess>;
 
@@ -39,46 +39,46 @@ UniqueFd copy(int pidfd) { return UniqueFd(dup(pidfd)); }
 
 void end_process(int pidfd) { check(eventfd_write(pidfd, 1) == 0, "eventfd_write"); }
 
-void process_met_again_is_the_same() {
-  Host host;
+void process_found_again_is_the_same() {
+  PeerProcesses table;
   const int64_t num_files = num_open_files();
   {
-    std::vector<ProcessRef> of_groups{host.find_process(getpid(), make_pidfd())};
-    for (int i = 0; i < 20; ++i) of_groups.push_back(host.find_process(getpid(), make_pidfd()));
+    std::vector<ProcessRef> of_groups{table.find(getpid(), make_pidfd())};
+    for (int i = 0; i < 20; ++i) of_groups.push_back(table.find(getpid(), make_pidfd()));
     for (const ProcessRef& process : of_groups) check(process == of_groups[0], "one process");
     check_equal(of_groups[0]->pid(), getpid(), "pid");
     check_num_open_files(num_files + 1, "descriptors of one process in 21 groups");
     of_groups.erase(of_groups.begin());
     check_num_open_files(num_files + 1, "descriptors after the first group is gone");
-    check(host.find_process(getppid(), make_pidfd()) != of_groups[0], "two processes");
+    check(table.find(getppid(), make_pidfd()) != of_groups[0], "two processes");
   }
   check_num_open_files(num_files, "descriptors after all groups are gone");
-  host.find_process(getpid(), make_pidfd());
+  table.find(getpid(), make_pidfd());
   check_num_open_files(num_files, "descriptors of one that nobody keeps");
 }
 
 // The pid of a process that has ended is given to another one.
 void reused_pid_is_another_process() {
-  Host host;
+  PeerProcesses table;
   UniqueFd pidfd = make_pidfd();
   const UniqueFd first_pidfd = copy(pidfd.get());
-  const ProcessRef first = host.find_process(getpid(), std::move(pidfd));
+  const ProcessRef first = table.find(getpid(), std::move(pidfd));
   check(PeerProcess::find_ended({first.get()}).empty(), "the first process is there");
   end_process(first_pidfd.get());
-  const ProcessRef second = host.find_process(getpid(), make_pidfd());
+  const ProcessRef second = table.find(getpid(), make_pidfd());
   check(second != first, "the second process is not taken for the first");
   check(PeerProcess::find_ended({second.get(), first.get()}) == std::vector<size_t>{1},
         "the first process has ended, the second has not");
-  check(host.find_process(getpid(), make_pidfd()) == second, "the second process is found again");
-  const ProcessRef ended = host.find_process(getpid(), make_pidfd(/*has_ended=*/true));
+  check(table.find(getpid(), make_pidfd()) == second, "the second process is found again");
+  const ProcessRef ended = table.find(getpid(), make_pidfd(/*has_ended=*/true));
   check(ended != second, "one that has ended is not taken for one that has not");
 }
 
 // Processes in another PID namespace have no pid here: it reads as 0.
 void processes_without_pid_are_kept_apart() {
-  Host host;
-  const ProcessRef first = host.find_process(0, make_pidfd());
-  check(host.find_process(0, make_pidfd()) != first, "two processes");
+  PeerProcesses table;
+  const ProcessRef first = table.find(0, make_pidfd());
+  check(table.find(0, make_pidfd()) != first, "two processes");
 }
 
 void own_process_never_ends() {
@@ -158,24 +158,24 @@ void life_is_held_by_one_thread_at_a_time() {
 
 void threads_find_one_process() {
   constexpr int kNumThreads = 4;
-  Host host;
+  PeerProcesses table;
   for (int round = 0; round < 50; ++round) {
     std::vector<ProcessRef> found(kNumThreads);
     run_threads(kNumThreads, [&](int thread) {
-      found[static_cast<size_t>(thread)] = host.find_process(getpid(), make_pidfd());
+      found[static_cast<size_t>(thread)] = table.find(getpid(), make_pidfd());
     });
     for (const ProcessRef& process : found) check(process == found[0], "one process");
   }
 }
 
 const CaseTable kCases{
-    {"host_process_met_again", process_met_again_is_the_same},
-    {"host_reused_pid", reused_pid_is_another_process},
-    {"host_no_pid", processes_without_pid_are_kept_apart},
-    {"host_own_process", own_process_never_ends},
-    {"host_life_of_killed", life_of_a_killed_process_ends},
-    {"host_life_of_threads", life_is_held_by_one_thread_at_a_time},
-    {"host_threads", threads_find_one_process},
+    {"peer_processes_found_again", process_found_again_is_the_same},
+    {"peer_processes_reused_pid", reused_pid_is_another_process},
+    {"peer_processes_no_pid", processes_without_pid_are_kept_apart},
+    {"peer_processes_own_process", own_process_never_ends},
+    {"peer_processes_life_of_killed", life_of_a_killed_process_ends},
+    {"peer_processes_life_of_threads", life_is_held_by_one_thread_at_a_time},
+    {"peer_processes_threads", threads_find_one_process},
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Per-process state shared by all groups: the host's identity and the processes of peers.
+// The processes of this process's peers: whether each is alive, and its heap. All groups share
+// them.
 #pragma once
 
 #include <sys/types.h>
@@ -7,7 +8,6 @@
 #include <mutex>
 #include <optional>
 #include <span>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -16,22 +16,6 @@
 #include "transport/unique_fd.h"
 
 namespace rota::transport {
-
-// Equal for processes that can share memory: the kernel's boot id and the network namespace of the
-// sockets. ROTA_HOST_ID overrides it.
-std::string host_id();
-
-// The NUMA node that a rank is on: it is bound to CPUs of that node alone, of several with CPUs;
-// or ROTA_NUMA_NODE names it.
-struct NumaNode {
-  std::optional<int> number;
-  bool is_set_by_hand = false;
-};
-// The calling thread's. Throws Error(kTransport) if ROTA_NUMA_NODE is no number.
-NumaNode numa_node();
-// The node in `directory`, which has a nodeN/cpulist for each, that holds all these CPUs; none if
-// no node does, or if fewer than two have CPUs.
-std::optional<int> numa_node_of(const std::vector<int>& cpus, const std::string& directory);
 
 // A peer's process: whether it is alive, and its heap.
 class PeerProcess {
@@ -72,12 +56,13 @@ class PeerProcess {
   size_t heap_bytes_ = 0;
 };
 
-// The processes of peers. Each takes one descriptor, however many groups it shares with this one.
-class Host {
+// The peers' processes by pid. Each takes one descriptor, however many groups it shares with this
+// one.
+class PeerProcesses {
  public:
   // Returns the process with this pid, to which `pidfd` refers. It lives as long as a group holds
   // it; meanwhile, later calls return the same object and close their `pidfd`. Thread-safe.
-  std::shared_ptr<PeerProcess> find_process(pid_t pid, UniqueFd pidfd);
+  std::shared_ptr<PeerProcess> find(pid_t pid, UniqueFd pidfd);
 
  private:
   std::mutex mutex_;
