@@ -1,5 +1,4 @@
 // Python bindings, without logic; python/rota/_C/ documents them.
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -19,8 +18,8 @@
 #include "schedule/ring.h"
 #include "schedule/select.h"
 #include "schedule/tuning.h"
+#include "tensor/communicator_methods.h"
 #include "tensor/errors.h"
-#include "tensor/fast_methods.h"
 #include "tensor/gpu_classes.h"
 #include "tensor/gpu_self_test.h"
 #include "tensor/heap_pool.h"
@@ -39,16 +38,13 @@ namespace py = pybind11;
 namespace {
 
 using namespace rota::tensors;  // NOLINT: this file is a list of its names
-using rota::CollectiveKind;
 using rota::c10d_backend::Delegate;
 using rota::c10d_backend::ProcessGroupRota;
-using rota::c10d_backend::WorkPtr;
 namespace schedule = rota::schedule;
 
 using rota::c10d_backend::StorePtr;
 using OptionalDType = std::optional<at::ScalarType>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using CommunicatorClass = py::class_<TensorCommunicator, std::shared_ptr<TensorCommunicator>>;
 
 void bind_schedule(py::module_ module) {
   py::class_<schedule::Range>(module, "Range")
@@ -147,66 +143,6 @@ void bind_gpu_self_test(py::module_ module) {
       py::arg("device"), ReleaseGil());
 }
 
-// The ranks of each host.
-std::vector<std::vector<int>> hosts_of(TensorCommunicator& communicator) {
-  const py::gil_scoped_release gil_released;
-  const schedule::Hosts& hosts = communicator.hosts();
-  std::vector<std::vector<int>> ranks;
-  for (int host = 0; host < hosts.num_hosts(); ++host) ranks.push_back(hosts.ranks_of(host));
-  return ranks;
-}
-
-// The ranks of each NUMA node; empty if nodes are no level of sums.
-std::vector<std::vector<int>> numa_nodes_of(TensorCommunicator& communicator) {
-  const py::gil_scoped_release gil_released;
-  const int node_size = communicator.node_size();
-  std::vector<std::vector<int>> ranks;
-  for (int rank = 0; node_size != 0 && rank < communicator.world_size(); ++rank) {
-    if (rank % node_size == 0) ranks.emplace_back();
-    ranks.back().push_back(rank);
-  }
-  return ranks;
-}
-
-void run(TensorCommunicator& communicator, const Operation& operation) {
-  communicator.run(operation, Launch::kBlocking);
-}
-
-at::TensorList list_of(const std::optional<at::Tensor>& tensor) {
-  return tensor ? at::TensorList(*tensor) : at::TensorList();
-}
-
-// Both ways to call reduce_bucket, blocking and with a future. The .pyi documents the arguments.
-template <typename Finish>
-auto reduce_bucket_call(Launch mode, Finish finish) {
-  return [=](TensorCommunicator& self, const at::Tensor& bucket, const at::Tensor& stats,
-             at::ScalarType wire_dtype, bool block_scaling, float contribution_factor,
-             float divisor, float result_factor, const std::optional<at::Tensor>& residual,
-             std::optional<uint64_t> stochastic_seed, std::string_view algorithm,
-             std::optional<int64_t> group_size, std::string_view order,
-             std::optional<int64_t> num_shards) {
-    const auto options = parse_bucket_options(
-        wire_dtype, block_scaling,
-        {.contribution_factor = contribution_factor,
-         .divisor = divisor,
-         .result_factor = result_factor,
-         .has_residual = residual.has_value(),
-         .stochastic_seed = stochastic_seed},
-        algorithm, parse_order("reduce_bucket", order, group_size, num_shards));
-    return finish(self.reduce_bucket({bucket, stats, residual}, options, mode));
-  };
-}
-
-void bind_reduce_bucket(CommunicatorClass& communicator, const char* name, auto call) {
-  communicator.def(name, call, py::arg("bucket"), py::arg("stats"), py::kw_only(),
-                   py::arg("wire_dtype"), py::arg("block_scaling"),
-                   py::arg("contribution_factor") = 1.0f, py::arg("divisor") = 1.0f,
-                   py::arg("result_factor") = 1.0f, py::arg("residual") = py::none(),
-                   py::arg("stochastic_seed") = py::none(), py::arg("algorithm") = "auto",
-                   py::arg("group_size") = py::none(), py::arg("order") = "rank",
-                   py::arg("num_shards") = py::none(), ReleaseGil());
-}
-
 // The values that every `algorithm` argument accepts.
 py::tuple algorithm_names() {
   std::vector<std::string_view> names{"auto"};
@@ -251,14 +187,7 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "check_messages_apart",
       [](const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) {
-        std::vector<Operation> messages;
-        for (const at::Tensor& tensor : sent) {
-          messages.push_back({.kind = CollectiveKind::kSendRecv, .inputs = tensor});
-        }
-        for (const at::Tensor& tensor : received) {
-          messages.push_back({.kind = CollectiveKind::kSendRecv, .outputs = tensor});
-        }
-        with_python_errors([&] { check_apart(messages); });
+        with_python_errors([&] { check_messages_apart(sent, received); });
       },
       py::arg("sent"), py::arg("received"), ReleaseGil());
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
@@ -269,127 +198,7 @@ PYBIND11_MODULE(_C, module) {
   bind_gpu_self_test(module);
   bind_windows(module);
 
-  CommunicatorClass communicator(module, "Communicator");
-  add_fast_methods(reinterpret_cast<PyTypeObject*>(communicator.ptr()));
-  communicator
-      .def(py::init([](const StorePtr& store, int rank, int world_size,
-                       std::chrono::milliseconds timeout, size_t slot_bytes,
-                       ChooseEngine choose_engine, OptionalDType inter_wire_dtype,
-                       bool inter_block_scaling, std::function<void()> check_peers,
-                       std::function<std::string(int)> why_ended) {
-             return TensorCommunicator::make(
-                 store, rank, world_size,
-                 {.timeout = timeout,
-                  .slot_bytes = slot_bytes,
-                  .check_interrupt = check_python_signals,
-                  .check_peers = std::move(check_peers),
-                  .why_ended = std::move(why_ended),
-                  .choose_engine = std::move(choose_engine),
-                  .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)});
-           }),
-           py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("timeout"),
-           py::arg("slot_bytes"), py::arg("choose_engine") = py::none(),
-           py::arg("inter_wire_dtype") = py::none(), py::arg("inter_block_scaling") = false,
-           py::arg("check_peers") = py::none(), py::arg("why_ended") = py::none(), ReleaseGil())
-      .def_property_readonly("rank", &TensorCommunicator::rank)
-      .def_property_readonly("world_size", &TensorCommunicator::world_size)
-      .def_property_readonly("hosts", &hosts_of)
-      .def_property_readonly("numa_nodes", &numa_nodes_of)
-      .def_property_readonly("num_hosts",
-                             [](TensorCommunicator& self) { return hosts_of(self).size(); })
-      .def(
-          "all_reduce_future",
-          [](TensorCommunicator& self, const at::Tensor& tensor, std::string_view op,
-             OptionalDType wire_dtype) {
-            const Operation operation{
-                .kind = CollectiveKind::kAllReduce,
-                .outputs = tensor,
-                .reduction = parse_all_reduce_options(op, "auto", wire_dtype)};
-            return std::make_shared<torch::jit::PythonFutureWrapper>(
-                self.run(operation, Launch::kAsync)->hook_future());
-          },
-          py::arg("tensor"), py::arg("op"), py::arg("wire_dtype"), ReleaseGil())
-      .def(
-          "reduce",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int root, std::string_view op,
-             std::optional<int64_t> group_size, std::string_view order,
-             std::optional<int64_t> num_shards) {
-            run(self,
-                {.kind = CollectiveKind::kReduce,
-                 .outputs = tensor,
-                 .root = root,
-                 .reduction = {.op = parse_op("reduce", op),
-                               .order = parse_order("reduce", order, group_size, num_shards)}});
-          },
-          py::arg("tensor"), py::arg("root") = 0, py::arg("op") = "sum",
-          py::arg("group_size") = py::none(), py::arg("order") = "rank",
-          py::arg("num_shards") = py::none(), ReleaseGil())
-      .def(
-          "gather",
-          [](TensorCommunicator& self, const std::optional<at::Tensor>& output,
-             const at::Tensor& input, int root) {
-            run(self, {.kind = CollectiveKind::kGather,
-                       .inputs = input,
-                       .outputs = list_of(output),
-                       .root = root});
-          },
-          py::arg("output"), py::arg("input"), py::arg("root") = 0, ReleaseGil())
-      .def(
-          "scatter",
-          [](TensorCommunicator& self, const at::Tensor& output,
-             const std::optional<at::Tensor>& input, int root) {
-            run(self, {.kind = CollectiveKind::kScatter,
-                       .inputs = list_of(input),
-                       .outputs = output,
-                       .root = root});
-          },
-          py::arg("output"), py::arg("input"), py::arg("root") = 0, ReleaseGil())
-      .def(
-          "all_to_all",
-          [](TensorCommunicator& self, const at::Tensor& output, const at::Tensor& input,
-             const std::vector<int64_t>& output_splits, const std::vector<int64_t>& input_splits) {
-            run(self, {.kind = CollectiveKind::kAllToAll,
-                       .inputs = input,
-                       .outputs = output,
-                       .input_splits = input_splits,
-                       .output_splits = output_splits});
-          },
-          py::arg("output"), py::arg("input"), py::kw_only(),
-          py::arg("output_splits") = std::vector<int64_t>(),
-          py::arg("input_splits") = std::vector<int64_t>(), ReleaseGil())
-      .def(
-          "isend",
-          [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
-            return WorkPtr(self.send(tensor, peer, tag, Launch::kAsync));
-          },
-          py::arg("tensor"), py::arg("peer"), py::arg("tag") = 0, ReleaseGil())
-      .def(
-          "irecv",
-          [](TensorCommunicator& self, const at::Tensor& tensor, std::optional<int> peer,
-             int64_t tag) {
-            return WorkPtr(self.recv(tensor, peer.value_or(rota::kAnyRank), tag, Launch::kAsync));
-          },
-          py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
-      .def(
-          "barrier",
-          [](TensorCommunicator& self) { run(self, {.kind = CollectiveKind::kBarrier}); },
-          ReleaseGil())
-      .def("connect_device", &TensorCommunicator::connect_device, py::arg("device"), ReleaseGil())
-      .def_property_readonly("peer_access", &TensorCommunicator::peer_access)
-      .def("check_results", &TensorCommunicator::check_results, ReleaseGil())
-      .def("abort", &TensorCommunicator::abort, py::arg("reason"), ReleaseGil())
-      .def_property_readonly(
-          "has_failed", [](const TensorCommunicator& self) { return self.failure().has_value(); })
-      .def("close", &TensorCommunicator::close, ReleaseGil());
-
-  bind_reduce_bucket(communicator, "reduce_bucket",
-                     reduce_bucket_call(Launch::kBlocking, [](const WorkRef&) {}));
-  bind_reduce_bucket(
-      communicator, "reduce_bucket_future",
-      reduce_bucket_call(Launch::kAsync, [](const WorkRef& work) {
-        return std::make_shared<torch::jit::PythonFutureWrapper>(work->hook_future());
-      }));
-
+  bind_communicator(module);
   add_gpu_classes(module);
 
   using rota::c10d_backend::BackendOptions;

@@ -208,7 +208,10 @@ def test_doctor_says_how_the_self_test_on_record_ended(
     [path] = tmp_path.glob("gpu-*.json")
     record = json.loads(path.read_text())
     assert not record["self_test"]["passed"]
-    assert "self-test FAILED, so that rota does without: ring of float32: e" in gpu.gpus_line()
+    assert (
+        "self-test FAILED, so CUDA tensors go through the host: ring of float32: e"
+        in gpu.gpus_line()
+    )
 
 
 @needs_kernels

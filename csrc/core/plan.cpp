@@ -191,10 +191,10 @@ void Planner::choose_algorithm(Call& call, std::optional<schedule::Algorithm> re
   if (world_size_ == 1) {
     call.algorithm = schedule::Algorithm::kOneShot;  // all give the same result: one rounding
   } else if (gpu_) {
-    call.algorithm = choose_on_gpu(call, requested);
+    call.algorithm = requested ? *requested : choose_on_gpu(call);
   } else {
     if (requested == schedule::Algorithm::kTwoLevel) check_two_levels(call);
-    call.algorithm = requested.value_or(choose_on_cpu(call));
+    call.algorithm = requested ? *requested : choose_on_cpu(call);
     if (call.algorithm == schedule::Algorithm::kTwoLevel) call.node_size = node_size_;
   }
 }
@@ -235,26 +235,10 @@ void Planner::check_two_levels(const Call& call) const {
               ", or use 'two_shot'"));
 }
 
-schedule::Algorithm Planner::choose_on_gpu(const Call& call,
-                                           std::optional<schedule::Algorithm> requested) const {
-  using schedule::Algorithm;
-  if (requested) {
-    const auto finding = gpu_->why_not(*requested, call);
-    if (!finding) return *requested;
-    refuse(
-        call, ErrorKind::kValue,
-        join("algorithm='", name(*requested), "' is not used on this GPU, whose self-test found ",
-             *finding, "; leave the algorithm to rota (\"auto\")"));
-  }
+schedule::Algorithm Planner::choose_on_gpu(const Call& call) const {
   const uint64_t most_packet_bytes = call.wire.is_block_scaled ? 0 : gpu_->most_packet_bytes;
-  const Algorithm fastest = schedule::select_on_gpu(
-      gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems), most_packet_bytes);
-  for (const Algorithm algorithm :
-       {fastest, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kOrderedRing}) {
-    if (call.order != schedule::SumOrder{} && is_ring(algorithm)) continue;
-    if (!gpu_->why_not(algorithm, call)) return algorithm;
-  }
-  return fastest;
+  return schedule::select_on_gpu(gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems),
+                                 most_packet_bytes);
 }
 
 }  // namespace rota

@@ -3,9 +3,7 @@
 // chosen, from the measurements in schedule/select.h.
 #pragma once
 
-#include <functional>
 #include <optional>
-#include <string>
 
 #include "schedule/call.h"
 #include "schedule/tuning.h"
@@ -40,8 +38,6 @@ class Planner {
   struct Gpu {
     schedule::Tuning tuning;
     uint64_t most_packet_bytes;  // that low_latency takes
-    // Why the kernel of an algorithm must not be used for a call; empty if it passed the self-test.
-    std::function<std::optional<std::string>(schedule::Algorithm, const Call&)> why_not;
   };
 
   // node_size: how many consecutive ranks are on each of several NUMA nodes; 0: nodes are no level.
@@ -63,13 +59,11 @@ class Planner {
   void check_root(CollectiveKind kind, int root) const;
 
  private:
-  // Chooses the algorithm by the call's wire format, length and, for two levels, order: the fastest
-  // usable one among those with the same bits. If none is usable it returns one that is not, which
-  // the caller refuses.
+  // Chooses the fastest algorithm by the call's wire format, length and, for two levels, order; all
+  // choices have the same bits.
   void choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const;
   schedule::Algorithm choose_on_cpu(const Call& call) const;
-  schedule::Algorithm choose_on_gpu(const Call& call,
-                                    std::optional<schedule::Algorithm> requested) const;
+  schedule::Algorithm choose_on_gpu(const Call& call) const;
 
   // Whether the sum over NUMA nodes of the sums within them has the bits of the call.
   bool allows_two_levels(const Call& call) const;

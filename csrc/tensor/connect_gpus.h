@@ -17,12 +17,11 @@ namespace rota::tensors {
 bool is_capturing(at::Device device);
 
 // Collective, also over `store`; blocks. Each rank's tensors must be on the device it passes.
-// `staging` runs operations whose kernels failed the self-test. Throws Error(kTransport) if this
-// build or machine does not support it.
+// Throws Error(kTransport) if this build or machine does not support it, or a GPU fails the
+// self-test.
 std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator> communicator,
                                           const c10::intrusive_ptr<::c10d::Store>& store,
-                                          at::Device device, CallerThread thread,
-                                          std::unique_ptr<Collectives> staging);
+                                          at::Device device, CallerThread thread);
 
 // The same for ranks on several hosts, over `store` of them all. engine: carries CUDA tensors
 // between hosts. Where a host's GPUs cannot be joined, what it returns stages, on all ranks. Throws

@@ -6,6 +6,7 @@
 #include "base/cores.h"
 #include "core/call_scope.h"
 #include "tensor/errors.h"
+#include "tensor/packed_operation.h"
 #include "tensor/sparse_all_reduce.h"
 #include "tensor/tensor_checks.h"
 

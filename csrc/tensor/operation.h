@@ -1,5 +1,5 @@
-// A collective of one rank's tensors, as its caller asks for it; its checks and its plan; and its
-// memory on the CPU. Everything here follows from the row of schedule/collective.h.
+// A collective of one rank's tensors, as its caller asks for it, its checks and its plan.
+// Everything here follows from the row of schedule/collective.h; packed_operation.h runs it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +11,8 @@
 #include <optional>
 #include <vector>
 
-#include "core/communicator.h"
 #include "core/plan.h"
 #include "tensor/tensor_checks.h"
-#include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 
@@ -70,6 +68,9 @@ inline void check_apart(at::ArrayRef<Operation> operations) {
   if (operations.size() != 1 || operations[0].outputs.size() > 1) check_all_apart(operations);
 }
 
+// The same of messages that are made as one.
+void check_messages_apart(at::TensorList sent, at::TensorList received);
+
 // Checks a queued call when it begins: replan() plans it anew, because a tensor may have been
 // resized, replaced or freed since. If so, agree() makes the call, marked as withdrawn, which is a
 // mismatch on every other rank: they would wait for it otherwise, or take the next one for it.
@@ -77,49 +78,12 @@ inline void check_apart(at::ArrayRef<Operation> operations) {
 void check_unchanged(const Call& planned, c10::function_ref<Call()> replan,
                      c10::function_ref<void(const Call&)> agree);
 
-// One side's tensors as contiguous memory on their device, and where each part lies there.
-class PackedSide {
- public:
-  // tensors: one for each part, or one for all.
-  PackedSide(at::TensorList tensors, c10::ArrayRef<uint64_t> lengths, Packed::Content content,
-             std::optional<double> factor = std::nullopt);
-
-  const cpu::Part* parts() const { return parts_.empty() ? nullptr : parts_.data(); }
-  size_t num_parts() const { return parts_.size(); }
-  ByteRange range_of(size_t part) const;
-  // As Packed::set_aside(), of all tensors.
-  void set_aside();
-  void unpack() const;
-
- private:
-  void place_parts();
-
-  std::vector<Packed> packed_;
-  c10::SmallVector<cpu::Part, 8> parts_;
-};
-
-// Both sides of a planned operation that is not in place; refers to its tensors. Sides that this
-// rank has no part in are null. This rank's own part may be the same memory in both. Where they
-// share other bytes, the shorter side is a copy, so nothing is read after it has been overwritten.
-class PackedOperation {
- public:
-  PackedOperation(const Operation& operation, int rank, int world_size);
-
-  cpu::Buffers buffers() const { return {.inputs = inputs_.parts(), .outputs = outputs_.parts()}; }
-  // Call it once the outputs are there.
-  void unpack() const { outputs_.unpack(); }
-
- private:
-  PackedSide inputs_;
-  PackedSide outputs_;
-};
-
-// Runs a planned operation on CPU tensors by run(buffers). Strided ones are packed and unpacked.
-void run_on_cpu(const Operation& operation, const Call& call, int rank, int world_size,
-                c10::function_ref<void(const cpu::Buffers&)> run);
-
-// Reduces a bucket of CPU tensors by run(buffers), and writes its stats.
-void run_bucket(const BucketTensors& tensors, const std::function<void(const cpu::Buffers&)>& run);
+// By rank, or one.
+using Lengths = c10::SmallVector<uint64_t, 8>;
+// The elements of each part of a planned operation's inputs and outputs, not in place; empty on a
+// rank that has no part in that side.
+Lengths input_lengths(const Operation& operation, int rank, int world_size);
+Lengths output_lengths(const Operation& operation, int rank, int world_size);
 
 ::c10d::OpType op_type_of(CollectiveKind kind);
 

@@ -1,5 +1,5 @@
-// Arguments of methods that are bound by hand (fast_methods.h): which argument belongs to which
-// parameter, and their types. Errors name the method and the parameter.
+// Arguments of methods that are bound by hand (communicator_methods.h): which argument belongs to
+// which parameter, and their types. Errors name the method and the parameter.
 #pragma once
 
 #include <Python.h>

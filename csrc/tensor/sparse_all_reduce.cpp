@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "base/error.h"
 #include "tensor/operation.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/tensor_memory.h"

@@ -350,8 +350,7 @@ void TensorCommunicator::join_gpus(CpuCollectives& cpu, at::Device device) {
   }
   cpu.run_in_turn("rota:connect_device", [this, &cpu, device](CallerThread thread) {
     try {
-      gpu_ = connect_gpus(cpu.communicator(), store_.store(), device, thread,
-                          std::make_unique<StagingCollectives>(cpu, rank_, device));
+      gpu_ = connect_gpus(cpu.communicator(), store_.store(), device, thread);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTransport || cuda::archs().empty()) throw;
       std::cerr << join(error.what(), ". Collectives on CUDA tensors of rank ", rank_,

@@ -19,8 +19,7 @@ bool is_capturing(at::Device) { return false; }
 
 std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator>,
                                           const c10::intrusive_ptr<::c10d::Store>&,
-                                          at::Device device, CallerThread,
-                                          std::unique_ptr<Collectives>) {
+                                          at::Device device, CallerThread) {
   throw Error(ErrorKind::kTransport,
               join("rota: a tensor is on ", device.str(),
                    ", but this build of rota is for the CPU; build it anew where nvcc and a CUDA "

@@ -1,4 +1,7 @@
-"""Collectives without torch.distributed's overhead, over any initialised process group."""
+"""Collectives without torch.distributed's overhead, over any initialised process group.
+
+The methods are those of _C.Communicator, all in csrc/tensor/communicator_methods.cpp.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ class Communicator(_C.Communicator):
 
     All CUDA tensors of a rank must be on one device. The first collective on CUDA tensors joins the
     ranks' GPUs, as connect_device() does: it reserves memory, maps the peers' memory, and tests
-    that each rank's writes arrive. The first use of a GPU on a machine also tests every kernel;
-    kernels that do not give the CPU's bits are not used (`python -m rota doctor --gpu` shows
-    which). After that no call waits for a GPU: a blocking call is queued on the current stream, an
-    asynchronous one on the communicator's own stream, after the work on the current one.
+    that each rank's writes arrive. The first use of a GPU on a machine also tests every kernel; if
+    one does not give the CPU's bits, CUDA tensors go through the host's memory (`python -m rota
+    doctor --gpu` shows which). After that no call waits for a GPU: a blocking call is queued on the
+    current stream, an asynchronous one on the communicator's own stream, after the work on the
+    current one.
 
     The communicator has its own shared memory and shares nothing with the group but the store that
     it bootstraps through, so the group may run on any backend. Making one is a collective call:

@@ -229,41 +229,12 @@ void plan_refuses_what_cannot_be() {
   }
 }
 
-// A GPU on which the kernels of some algorithms give wrong results.
-void plan_for_gpu_uses_what_can_be_trusted() {
-  using schedule::Algorithm;
-  schedule::Tuning tuning = schedule::kLocalTuning;
-  tuning.max_one_shot_bytes = 1024;
-  std::vector<Algorithm> untrusted;
-  const Planner planner(2, Planner::Gpu{.tuning = tuning,
-                                        .most_packet_bytes = 0,
-                                        .why_not = [&](Algorithm algorithm, const Call&) {
-                                          return std::ranges::find(untrusted, algorithm) !=
-                                                         untrusted.end()
-                                                     ? std::optional<std::string>("a wrong number")
-                                                     : std::nullopt;
-                                        }});
-  const auto chosen = [&] { return planner.all_reduce(DType::kFloat32, 1, {}).algorithm; };
-  check(chosen() == Algorithm::kOneShot, "the fastest");
-  untrusted.push_back(Algorithm::kOneShot);
-  check(chosen() == Algorithm::kTwoShot, "the next with the same bits");
-  const Error error = expect_error(ErrorKind::kValue, [&] {
-    planner.all_reduce(DType::kFloat32, 1, {.algorithm = Algorithm::kOneShot});
-  });
-  check_contains(error.what(), "a wrong number");
-  untrusted.insert(untrusted.end(), {Algorithm::kTwoShot, Algorithm::kOrderedRing});
-  check(chosen() == Algorithm::kOneShot, "the fastest, where none can be trusted");
-}
-
 // The pending sums of a tree are registers of a kernel. Integers need no tree, whatever their
 // number.
 void plan_for_gpu_takes_trees_of_few_ranks() {
   const auto plan = [](int world_size, DType dtype) {
-    const Planner planner(world_size, Planner::Gpu{.tuning = schedule::kLocalTuning,
-                                                   .most_packet_bytes = 0,
-                                                   .why_not = [](schedule::Algorithm, const Call&) {
-                                                     return std::optional<std::string>();
-                                                   }});
+    const Planner planner(world_size,
+                          Planner::Gpu{.tuning = schedule::kLocalTuning, .most_packet_bytes = 0});
     return planner.all_reduce(dtype, 1, {.order = {.is_tree = true}}).order;
   };
   for (const DType dtype : {DType::kFloat32, DType::kFloat8E4M3, DType::kInt8}) {
@@ -408,7 +379,6 @@ const CaseTable kCases{
      [] { interruption_passes_and_peers_hear(CallerThread::kProgress); }},
     {"progress_thread_not_interrupted-ws2", progress_thread_is_not_interrupted},
     {"plan_refuses", plan_refuses_what_cannot_be},
-    {"plan_for_gpu", plan_for_gpu_uses_what_can_be_trusted},
     {"plan_gpu_trees", plan_for_gpu_takes_trees_of_few_ranks},
     {"all_to_all_of_other_lengths-ws3", all_to_all_of_other_lengths_is_an_error_everywhere},
     {"call_words", call_survives_its_words},

@@ -366,8 +366,7 @@ void plan_refuses_two_levels_in_another_order() {
   check(Planner(1).all_reduce(DType::kFloat32, 1, two_level).algorithm == Algorithm::kOneShot,
         "one rank");
   expect_error(ErrorKind::kValue, [&] {
-    Planner(4,
-            Planner::Gpu{.tuning = schedule::kLocalTuning, .most_packet_bytes = 0, .why_not = {}})
+    Planner(4, Planner::Gpu{.tuning = schedule::kLocalTuning, .most_packet_bytes = 0})
         .all_reduce(DType::kFloat32, 1, two_level);
   });
 }

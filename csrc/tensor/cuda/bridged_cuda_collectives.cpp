@@ -17,6 +17,7 @@
 #include "tensor/cuda/device_work.h"
 #include "tensor/cuda/level_sums.h"
 #include "tensor/cuda/sums_over_hosts.h"
+#include "tensor/packed_operation.h"
 #include "tensor/staging_collectives.h"
 #include "tensor/tensor_checks.h"
 
@@ -243,13 +244,10 @@ std::unique_ptr<CudaCollectives> join_host(BridgedCollectives& bridged, CpuColle
                                            at::Device device, std::string& reason) {
   const int host = bridged.bridge().host();
   try {
-    auto local = std::make_unique<CudaCollectives>(
+    return std::make_unique<CudaCollectives>(
         cpu.communicator(),
         c10::make_intrusive<::c10d::PrefixStore>(join("gpus/host/", host), store), device,
-        CallerThread::kProgress,
-        std::make_unique<StagingCollectives>(cpu, bridged.bridge().local_rank(), device));
-    if (local->trusts_all_kernels()) return local;
-    reason = "rota: the self-test of a GPU has failed";
+        CallerThread::kProgress);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTransport) throw;
     reason = error.what();

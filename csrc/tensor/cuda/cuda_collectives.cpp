@@ -12,6 +12,7 @@
 #include "tensor/connect_gpus.h"
 #include "tensor/cuda/device_work.h"
 #include "tensor/cuda/native_stream.h"
+#include "tensor/packed_operation.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
@@ -42,7 +43,7 @@ cuda::BucketArgs bucket_of(const Call& call, std::byte* wire, void* data) {
 
 CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
                                  const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
-                                 CallerThread thread, std::unique_ptr<Collectives> staging)
+                                 CallerThread thread)
     : communicator_(std::move(communicator)),
       device_(device),
       guard_(at::kCUDA),
@@ -50,25 +51,18 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
       receive_stream_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       tuning_(agree_on_tuning(*communicator_, thread)),
       geometry_(make_geometry(communicator_->world_size(), tuning_)),
-      gpus_(join_gpus(*communicator_, store, device, tuning_, geometry_, thread)),
+      regions_(join_gpus(*communicator_, store, device, tuning_, geometry_, thread)),
       planner_(communicator_->world_size(),
                Planner::Gpu{.tuning = tuning_,
-                            .most_packet_bytes = cuda::most_packet_bytes(geometry_),
-                            .why_not =
-                                [this](schedule::Algorithm algorithm, const Call& call) {
-                                  Call candidate = call;
-                                  candidate.algorithm = algorithm;
-                                  return why_no_kernel(candidate);
-                                }}),
-      staging_(std::move(staging)) {
+                            .most_packet_bytes = cuda::most_packet_bytes(geometry_)}) {
   // The last that can fail: a rank that goes through the host's memory alone would leave the
   // kernels of the others waiting.
   agree(*communicator_, thread, [&] {
     executor_.emplace(cuda::Executor::Options{.rank = communicator_->rank(),
                                               .tuning = tuning_,
                                               .geometry = geometry_,
-                                              .regions = gpus_.regions->by_rank(),
-                                              .own_regions = gpus_.regions->own(),
+                                              .regions = regions_->by_rank(),
+                                              .own_regions = regions_->own(),
                                               .stall_after = kStallAfter,
                                               .timeout = communicator_->timeout()});
     monitor_.emplace(
@@ -142,24 +136,6 @@ WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::
   return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
 }
 
-void CudaCollectives::refuse_untrusted(std::string_view call, const std::string& finding) {
-  throw Error(ErrorKind::kTransport,
-              join("rota.", call, ": not available on this GPU, whose self-test found ", finding,
-                   "; use NCCL"));
-}
-
-std::optional<std::string> CudaCollectives::why_no_kernel(const Call& call) const {
-  const cuda::LaunchRequest request = cuda::request_for(call, communicator_->world_size());
-  return gpus_.unusable.why_not(request.kernel, request.format, request.sums);
-}
-
-std::optional<std::string> CudaCollectives::why_not(const Call& call) const {
-  if (is_of_transfers(call)) return gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
-  const auto finding = why_no_kernel(call);
-  if (finding || !cuda::is_packed(call)) return finding;
-  return gpus_.unusable.why_not_bucket(call.dtype, call.wire);
-}
-
 void CudaCollectives::run(const Call& call, uint64_t fingerprint, void* input, void* output) {
   cuda::LaunchRequest request = cuda::request_for(call, communicator_->world_size());
   request.input = {input};
@@ -172,11 +148,11 @@ void CudaCollectives::run(const cuda::LaunchRequest& request) {
   executor_->run(executor_->plan(request), current_stream(device_));
 }
 
-// What has no kernel that can be trusted may go through the host's memory.
+// Only a reduce_scatter may have parts of different lengths and no transfers to move them.
 bool CudaCollectives::supports(const Operation& operation) const {
-  if (staging_->supports(operation)) return true;
-  const Call call = plan(operation, planner_, communicator_->rank(), device_);
-  return (call.uneven == 0 || is_of_transfers(call)) && !why_not(call);
+  if (operation.kind != CollectiveKind::kReduceScatter) return true;
+  if (operation.inputs.size() == 1 && operation.input_splits.empty()) return true;
+  return plan(operation, planner_, communicator_->rank(), device_).uneven == 0;
 }
 
 WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
@@ -190,9 +166,6 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
                                           ": parts of different lengths are not "
                                           "supported on GPUs; pad them, or use NCCL"));
     }
-    const auto finding = why_not(call);
-    if (finding && !staging_->supports(operation)) refuse_untrusted(kind, *finding);
-    if (finding) return staging_->run(operations, mode);
     calls.push_back(call);
     for (const at::TensorList side : {operation.outputs, operation.inputs}) {
       tensors.insert(tensors.end(), side.begin(), side.end());
@@ -255,7 +228,6 @@ WorkRef CudaCollectives::reduce_bucket(const BucketTensors& tensors, const Bucke
                                        Launch mode) {
   check_tensor(tensors.bucket, "reduce_bucket", device_);
   const Call call = plan(tensors, planner_, options);
-  if (why_not(call)) return staging_->reduce_bucket(tensors, options, mode);
   std::vector<at::Tensor> used{tensors.bucket, tensors.stats};
   if (tensors.residual) used.push_back(*tensors.residual);
   return launch(mode, ::c10d::OpType::ALLREDUCE, "rota:reduce_bucket", used,
@@ -410,11 +382,9 @@ bool is_capturing(at::Device device) { return cuda::is_capturing(current_stream(
 
 std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator> communicator,
                                           const c10::intrusive_ptr<::c10d::Store>& store,
-                                          at::Device device, CallerThread thread,
-                                          std::unique_ptr<Collectives> staging) {
+                                          at::Device device, CallerThread thread) {
   const c10::DeviceGuard on_device(device);
-  return std::make_unique<CudaCollectives>(std::move(communicator), store, device, thread,
-                                           std::move(staging));
+  return std::make_unique<CudaCollectives>(std::move(communicator), store, device, thread);
 }
 
 }  // namespace rota::tensors

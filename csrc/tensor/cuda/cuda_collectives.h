@@ -17,31 +17,29 @@ namespace rota::tensors {
 
 class CudaCollectives final : public Collectives {
  public:
-  // `device` must be the current one. Collective; blocks. `staging` runs the calls whose kernels
-  // failed the self-test. Throws Error(kTransport) on every rank if the GPUs cannot be joined.
+  // `device` must be the current one. Collective; blocks. Throws Error(kTransport) on every rank if
+  // the GPUs cannot be joined.
   CudaCollectives(std::shared_ptr<Communicator> communicator,
                   const c10::intrusive_ptr<::c10d::Store>& store, at::Device device,
-                  CallerThread thread, std::unique_ptr<Collectives> staging);
+                  CallerThread thread);
   // Waits for queued work, and aborts it once a kernel has waited long for another rank; then waits
   // for the other ranks to do the same (core/joined_regions.h).
   ~CudaCollectives() override;
 
   at::Device device() const override { return device_; }
-  std::string peer_access() const override { return std::string(gpus_.regions->means()); }
+  std::string peer_access() const override { return std::string(regions_->means()); }
 
   WorkRef run(OperationList operations, Launch mode) override;
   bool supports(const Operation& operation) const override;
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
-  bool has_transfers() const override;
+  bool has_transfers() const override { return true; }
   WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
   void check_results(const std::function<void()>& check_interrupt) override;
 
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
-  // Whether all kernels have passed the self-test on all ranks.
-  bool trusts_all_kernels() const { return gpus_.unusable.empty(); }
 
  private:
   // Queues body() on the current stream or, if asynchronous, on `stream` after the current one.
@@ -52,11 +50,6 @@ class CudaCollectives final : public Collectives {
     return launch(mode, stream_, op_type, title, tensors, body);
   }
 
-  // What the self-test found wrong with the kernels that the call needs; none if they can be used.
-  std::optional<std::string> why_not(const Call& call) const;
-  std::optional<std::string> why_no_kernel(const Call& call) const;
-  // For calls that cannot fall back to the host's memory.
-  [[noreturn]] static void refuse_untrusted(std::string_view call, const std::string& finding);
   // Queues the call's kernel on the current stream.
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
@@ -95,9 +88,8 @@ class CudaCollectives final : public Collectives {
   c10::Stream receive_stream_;  // of asynchronous receives, which no send may wait for
   schedule::Tuning tuning_;
   transport::DeviceGeometry geometry_;
-  JoinedGpus gpus_;
+  std::unique_ptr<JoinedRegions> regions_;
   Planner planner_;
-  std::unique_ptr<Collectives> staging_;
   // Both exist once the constructor has ended.
   std::optional<cuda::Executor> executor_;
   std::optional<DeviceMonitor> monitor_;

@@ -7,6 +7,7 @@
 #include "schedule/direct.h"
 #include "tensor/cuda/cuda_collectives.h"
 #include "tensor/cuda/native_stream.h"
+#include "tensor/packed_operation.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
@@ -89,10 +90,6 @@ void CudaCollectives::run_transfers(const Operation& operation, const Call& call
   packed.unpack();
 }
 
-bool CudaCollectives::has_transfers() const {
-  return !gpus_.unusable.why_not(cuda::Kernel::kTransfer, cuda::kBytes);
-}
-
 WorkRef CudaCollectives::send(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
   return transfer(tensor, communicator_->rank(), peer, mode);
 }
@@ -116,9 +113,6 @@ WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int dest
   const Call call{.kind = CollectiveKind::kSendRecv,
                   .dtype = movable_dtype(tensor, "send_recv"),
                   .num_elems = num_elems(tensor)};
-  if (const auto finding = why_not(call)) {
-    refuse_untrusted(is_send ? "send" : "recv", *finding);
-  }
   const auto body = [&] {
     const Packed packed(tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
     run_transfer(call, packed.data(), source, destination);

@@ -105,14 +105,14 @@ schedule::Topology topology_to(const std::vector<transport::GpuIdentity>& gpus, 
   return schedule::Topology::kNvlink;
 }
 
-// The kernels that fail the self-test on any rank. Throws Error(kTransport) on every rank if a
-// kernel does not finish on one.
-UnusableKernels find_unusable(Communicator& communicator, at::Device device,
-                              const transport::AllGatherText& all_gather) {
+// Throws Error(kTransport) on every rank if the self-test finds a kernel that is wrong on any, or
+// that does not finish.
+void check_kernels(Communicator& communicator, at::Device device,
+                   const transport::AllGatherText& all_gather) {
   constexpr char kFound = '+', kFailed = '!';
   std::string own;
   try {
-    own = kFound + find_unusable_kernels(device).encode(sizeof(Text::chars) - 1);
+    own = kFound + find_wrong_kernels(device);
   } catch (const pybind11::error_already_set&) {  // Ctrl-C
     communicator.abort(
         join("rank ", communicator.rank(), " was interrupted in the self-test of its GPU"));
@@ -121,15 +121,15 @@ UnusableKernels find_unusable(Communicator& communicator, at::Device device,
     const std::string text = error.what();
     own = kFailed + text.substr(0, text.find('\n'));
   }
-  UnusableKernels unusable;
   const std::vector<std::string> texts = all_gather(own);
   for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    const std::string& text = texts[static_cast<size_t>(rank)];
-    if (text[0] == kFailed) throw Error(ErrorKind::kTransport, text.substr(1));
-    unusable.merge(text.substr(1), rank);
+    const std::string text = texts[static_cast<size_t>(rank)].substr(1);
+    if (texts[static_cast<size_t>(rank)][0] == kFailed) throw Error(ErrorKind::kTransport, text);
+    if (text.empty()) continue;
+    throw Error(
+        ErrorKind::kTransport,
+        join(text, " (on rank ", rank, "); `python -m rota doctor --gpu` tests all kernels again"));
   }
-  warn_of_unusable_kernels(device, unusable);
-  return unusable;
 }
 
 }  // namespace
@@ -181,29 +181,26 @@ schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread
   return *schedule::find_tuning(common.gpu, common.topology, world_size);
 }
 
-JoinedGpus join_gpus(Communicator& communicator, const c10::intrusive_ptr<::c10d::Store>& store,
-                     at::Device device, const schedule::Tuning& tuning,
-                     const transport::DeviceGeometry& geometry, CallerThread thread) {
+std::unique_ptr<JoinedRegions> join_gpus(Communicator& communicator,
+                                         const c10::intrusive_ptr<::c10d::Store>& store,
+                                         at::Device device, const schedule::Tuning& tuning,
+                                         const transport::DeviceGeometry& geometry,
+                                         CallerThread thread) {
   check_self_test_setting();
   const transport::AllGatherText all_gather = all_gather_over(communicator, thread);
   transport::agree(all_gather, communicator.rank(), cuda::load_kernels);
   // Before the GPUs are joined, so that a broken kernel is not blamed on the connection between two
   // GPUs.
-  UnusableKernels unusable = find_unusable(communicator, device, all_gather);
+  check_kernels(communicator, device, all_gather);
   if (communicator.world_size() == 1) {
-    return {std::make_unique<JoinedRegions>(communicator,
-                                            transport::allocate_regions(1, geometry.num_bytes())),
-            std::move(unusable)};
-  }
-  if (const auto finding = unusable.why_not(cuda::Kernel::kAllGather, cuda::kBytes)) {
-    throw Error(ErrorKind::kTransport,
-                join("rota: the GPUs' memory cannot be verified without ", *finding));
+    return std::make_unique<JoinedRegions>(communicator,
+                                           transport::allocate_regions(1, geometry.num_bytes()));
   }
   auto regions = std::make_unique<JoinedRegions>(
       communicator, connect_regions(store, communicator.rank(), communicator.world_size(), device,
                                     geometry.num_bytes(), all_gather));
   verify(communicator, device, tuning, geometry, *regions, all_gather);
-  return {std::move(regions), std::move(unusable)};
+  return regions;
 }
 
 }  // namespace rota::tensors

@@ -11,7 +11,6 @@
 #include "core/communicator.h"
 #include "core/joined_regions.h"
 #include "schedule/tuning.h"
-#include "tensor/cuda/unusable_kernels.h"
 #include "transport/device_layout.h"
 #include "transport/device_regions.h"
 
@@ -32,16 +31,13 @@ schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread
 // on any.
 void agree(Communicator& communicator, CallerThread thread, const std::function<void()>& body);
 
-struct JoinedGpus {
-  std::unique_ptr<JoinedRegions> regions;
-  UnusableKernels unusable;  // the same kernels on all ranks
-};
-
 // `device` must be the current one. Collective, also over `store`; blocks. Loads all kernels.
-// Throws Error(kTransport) on every rank if the GPUs cannot be joined, or if the self-test of one
-// does not finish.
-JoinedGpus join_gpus(Communicator& communicator, const c10::intrusive_ptr<::c10d::Store>& store,
-                     at::Device device, const schedule::Tuning& tuning,
-                     const transport::DeviceGeometry& geometry, CallerThread thread);
+// Throws Error(kTransport) on every rank if the GPUs cannot be joined, or if one fails the
+// self-test.
+std::unique_ptr<JoinedRegions> join_gpus(Communicator& communicator,
+                                         const c10::intrusive_ptr<::c10d::Store>& store,
+                                         at::Device device, const schedule::Tuning& tuning,
+                                         const transport::DeviceGeometry& geometry,
+                                         CallerThread thread);
 
 }  // namespace rota::tensors

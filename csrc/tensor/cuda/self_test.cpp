@@ -9,7 +9,6 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <iostream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -29,6 +28,8 @@ namespace rota::tensors {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+// The first finding about each kernel and format, by number in tested_kernels().
+using Findings = std::map<size_t, std::string>;
 
 // How long a kernel waits for another rank's block of the same launch: microseconds if all works.
 constexpr auto kKernelTimeout = std::chrono::seconds(5);
@@ -87,8 +88,7 @@ class Bench {
 
   // Queues all trials and waits for their end; returns their memory. Throws Error(kTransport) if
   // they do not end, or end at their deadline.
-  std::vector<std::byte> run(const Trials& trials, std::string_view kernel,
-                             UnusableKernels& unusable);
+  std::vector<std::byte> run(const Trials& trials, std::string_view kernel, Findings& findings);
 
  private:
   // Whether queued work ends before the deadline. Throws what a signal's handler raises.
@@ -118,7 +118,7 @@ bool Bench::ends_in_time() {
 }
 
 std::vector<std::byte> Bench::run(const Trials& trials, std::string_view kernel,
-                                  UnusableKernels& unusable) {
+                                  Findings& findings) {
   const auto num_bytes = static_cast<int64_t>(trials.before.size());
   memory_ = at::empty({num_bytes}, regions_.options());
   // from_blob() takes no const pointer; the source of the copy is only read.
@@ -129,7 +129,7 @@ std::vector<std::byte> Bench::run(const Trials& trials, std::string_view kernel,
       trial.launch(data_of(memory_), executor_, current_stream(device_));
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kValue) throw;
-      unusable.add(trial.number, error.what());  // this GPU has no room for its blocks
+      findings.emplace(trial.number, error.what());  // this GPU has no room for its blocks
     }
   }
   if (!ends_in_time()) {
@@ -147,56 +147,58 @@ std::vector<std::byte> Bench::run(const Trials& trials, std::string_view kernel,
   return after;
 }
 
-void compare(const Trials& trials, const std::vector<std::byte>& after, UnusableKernels& unusable) {
+void compare(const Trials& trials, const std::vector<std::byte>& after, Findings& findings) {
   for (const Trial& trial : trials.trials) {
     for (const TrialResult& result : trial.results) {
       const std::string difference = find_difference(result, after, trials.expected);
       if (difference.empty()) continue;
-      unusable.add(trial.number, difference);
+      findings.emplace(trial.number, difference);
       break;
     }
   }
 }
 
-struct Report {
-  std::vector<KernelReport> kernels;
-  UnusableKernels unusable;
-};
-
-Report test_kernels(Bench& bench) {
-  Report report;
+std::vector<KernelReport> test_kernels(Bench& bench) {
+  std::vector<KernelReport> reports;
   const std::vector<TestedKernel>& tested = tested_kernels();
   for (size_t begin = 0, end = 0; begin < tested.size(); begin = end) {
     const std::string kernel(tested[begin].kernel());
     while (end < tested.size() && tested[end].kernel() == kernel) ++end;
     const Trials trials = make_trials(begin, end);
     const auto start = Clock::now();
-    UnusableKernels unusable;
-    compare(trials, bench.run(trials, kernel, unusable), unusable);
+    Findings findings;
+    compare(trials, bench.run(trials, kernel, findings), findings);
     const std::chrono::duration<double, std::milli> duration = Clock::now() - start;
-    std::vector<std::string> findings;
-    for (const auto& [number, finding] : unusable.findings()) {
-      report.unusable.add(number, finding);
-      findings.push_back(join(tested[number].to_string(), ": ", finding));
+    std::vector<std::string> texts;
+    for (const auto& [number, finding] : findings) {
+      texts.push_back(join(tested[number].to_string(), ": ", finding));
     }
-    report.kernels.push_back({kernel, end - begin, std::move(findings), duration.count()});
+    reports.push_back({kernel, end - begin, std::move(texts), duration.count()});
   }
-  return report;
+  return reports;
+}
+
+std::vector<std::string> findings_of(const std::vector<KernelReport>& reports) {
+  std::vector<std::string> all;
+  for (const KernelReport& report : reports) {
+    all.insert(all.end(), report.findings.begin(), report.findings.end());
+  }
+  return all;
 }
 
 std::string title(const cuda::GpuInfo& gpu) {
   return join("rota: self-test of ", gpu.name, " (driver ", gpu.driver, ")");
 }
 
-Report run(at::Device device, const cuda::GpuInfo& gpu) {
+std::vector<KernelReport> run(at::Device device, const cuda::GpuInfo& gpu) {
   const c10::DeviceGuard on_device(device);
   const c10::impl::VirtualGuardImpl guard(device.type());
   const c10::StreamGuard on_stream(guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false));
   auto bench = std::make_unique<Bench>(device);
   try {
-    Report report = test_kernels(*bench);
-    write_self_test_record(gpu, report.unusable);
-    return report;
+    std::vector<KernelReport> reports = test_kernels(*bench);
+    write_self_test_record(gpu, findings_of(reports));
+    return reports;
   } catch (const Error& error) {
     bench.release();  // a kernel may still be writing to it, so it is never freed
     throw Error(error.kind(), join(title(gpu), ": ", error.what()));
@@ -208,14 +210,13 @@ Report run(at::Device device, const cuda::GpuInfo& gpu) {
 
 // What this process knows of one GPU.
 struct Known {
-  UnusableKernels unusable;
-  std::optional<Error> failure;  // of the test itself: the GPU is not used then
+  std::vector<std::string> findings;
+  std::optional<Error> failure;  // of the test itself
 };
 
 struct Process {
   std::mutex mutex;
   std::map<int, Known> by_device;
-  std::once_flag has_warned;
 };
 
 Process& process() {
@@ -227,13 +228,12 @@ Known find_out(at::Device device, Setting setting) {
   if (setting == Setting::kNever) return {};
   const cuda::GpuInfo gpu = cuda::gpu_info(device.index());
   if (setting == Setting::kOnce) {
-    if (const auto recorded = read_self_test_record(gpu))
-      return {.unusable = *recorded, .failure = {}};
+    if (auto recorded = read_self_test_record(gpu)) return {std::move(*recorded), {}};
   }
   try {
-    return {.unusable = run(device, gpu).unusable, .failure = {}};
+    return {findings_of(run(device, gpu)), {}};
   } catch (const Error& error) {
-    return {.unusable = {}, .failure = error};
+    return {{}, error};
   }
 }
 
@@ -241,7 +241,7 @@ Known find_out(at::Device device, Setting setting) {
 
 void check_self_test_setting() { read_setting(); }
 
-UnusableKernels find_unusable_kernels(at::Device device) {
+std::string find_wrong_kernels(at::Device device) {
   const Setting setting = read_setting();
   // Held while the test runs, so that other threads wait for its result. The GIL is not held.
   const GilFreeLock lock(process().mutex);
@@ -249,18 +249,11 @@ UnusableKernels find_unusable_kernels(at::Device device) {
   if (!by_device.contains(device.index())) {
     by_device.emplace(device.index(), find_out(device, setting));
   }
-  const Known& known = by_device.at(device.index());
-  if (known.failure) throw *known.failure;
-  return known.unusable;
-}
-
-void warn_of_unusable_kernels(at::Device device, const UnusableKernels& unusable) {
-  if (unusable.empty()) return;
-  std::call_once(process().has_warned, [&] {
-    std::cerr << join(title(cuda::gpu_info(device.index())), ": ", unusable.summary(),
-                      "; not used, other kernels or the host's memory give the same results more "
-                      "slowly. `python -m rota doctor --gpu` tests all kernels again\n");
-  });
+  const auto& [findings, failure] = by_device.at(device.index());
+  if (failure) throw *failure;
+  if (findings.empty()) return "";
+  const std::string rest = findings.size() == 1 ? "" : join("; and ", findings.size() - 1, " more");
+  return join(title(cuda::gpu_info(device.index())), ": ", findings[0], rest);
 }
 
 std::vector<KernelReport> run_gpu_self_test(int device) {
@@ -269,17 +262,11 @@ std::vector<KernelReport> run_gpu_self_test(int device) {
   const c10::DeviceGuard on_device(tested);
   cuda::load_kernels();
   const GilFreeLock lock(process().mutex);
-  return run(tested, gpu).kernels;
+  return run(tested, gpu);
 }
 
 std::optional<std::vector<std::string>> recorded_gpu_self_test(int device) {
-  const auto recorded = read_self_test_record(cuda::gpu_info(device));
-  if (!recorded) return std::nullopt;
-  std::vector<std::string> findings;
-  for (const auto& [number, finding] : recorded->findings()) {
-    findings.push_back(join(tested_kernels()[number].to_string(), ": ", finding));
-  }
-  return findings;
+  return read_self_test_record(cuda::gpu_info(device));
 }
 
 }  // namespace rota::tensors

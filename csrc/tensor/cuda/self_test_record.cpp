@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -47,12 +48,10 @@ std::string heading(const cuda::GpuInfo& gpu) {
 
 std::string ending(size_t num_failed) { return join(num_failed, " failed\n"); }
 
-std::string text_of(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) {
+std::string text_of(const cuda::GpuInfo& gpu, const std::vector<std::string>& findings) {
   std::string text = heading(gpu);
-  for (const auto& [number, finding] : unusable.findings()) {
-    text += join(kFailed, number, ' ', finding, '\n');
-  }
-  return text + ending(unusable.findings().size());
+  for (const std::string& finding : findings) text += join(kFailed, finding, '\n');
+  return text + ending(findings.size());
 }
 
 // Writes a new file with a unique name beside `path`, then renames it to `path`.
@@ -69,27 +68,21 @@ void replace(const fs::path& path, const std::string& text) {
 }
 
 // None if the text differs from what would be written now.
-std::optional<UnusableKernels> parse(const std::string& text, const cuda::GpuInfo& gpu) {
+std::optional<std::vector<std::string>> parse(const std::string& text, const cuda::GpuInfo& gpu) {
   const std::string begin = heading(gpu);
   if (!text.starts_with(begin)) return std::nullopt;
-
-  UnusableKernels unusable;
+  std::vector<std::string> findings;
   std::istringstream lines(text.substr(begin.size()));
   for (std::string line; std::getline(lines, line) && line.starts_with(kFailed);) {
-    auto words = in_classic_locale<std::istringstream>(line.substr(kFailed.size()));
-    size_t number = 0;
-    std::string finding;
-    if (!(words >> number) || number >= tested_kernels().size()) return std::nullopt;
-    std::getline(words >> std::ws, finding);
-    unusable.add(number, finding);
+    findings.push_back(line.substr(kFailed.size()));
   }
-  if (text != text_of(gpu, unusable)) return std::nullopt;
-  return unusable;
+  if (text != text_of(gpu, findings)) return std::nullopt;
+  return findings;
 }
 
 }  // namespace
 
-std::optional<UnusableKernels> read_self_test_record(const cuda::GpuInfo& gpu) {
+std::optional<std::vector<std::string>> read_self_test_record(const cuda::GpuInfo& gpu) {
   if (folder().empty() || build_id().empty()) return std::nullopt;
   try {
     std::ifstream file(path_of(gpu), std::ios::binary);
@@ -99,12 +92,13 @@ std::optional<UnusableKernels> read_self_test_record(const cuda::GpuInfo& gpu) {
   }
 }
 
-void write_self_test_record(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) noexcept {
+void write_self_test_record(const cuda::GpuInfo& gpu,
+                            const std::vector<std::string>& findings) noexcept {
   try {
     if (folder().empty() || build_id().empty()) return;
     std::error_code error;
     fs::create_directories(folder(), error);
-    replace(path_of(gpu), text_of(gpu, unusable));
+    replace(path_of(gpu), text_of(gpu, findings));
   } catch (const std::exception&) {
     // Out of memory, or an invalid path.
   }

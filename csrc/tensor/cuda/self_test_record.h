@@ -3,16 +3,19 @@
 #pragma once
 
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "cuda/device_info.h"
-#include "tensor/cuda/unusable_kernels.h"
 
 namespace rota::tensors {
 
-// None if there is no record of this GPU with this driver and this build, or it cannot be read.
-std::optional<UnusableKernels> read_self_test_record(const cuda::GpuInfo& gpu);
+// The findings; none if there is no record of this GPU with this driver and this build, or it
+// cannot be read.
+std::optional<std::vector<std::string>> read_self_test_record(const cuda::GpuInfo& gpu);
 
 // Writes the whole record or nothing. If it cannot be written, the next process tests again.
-void write_self_test_record(const cuda::GpuInfo& gpu, const UnusableKernels& unusable) noexcept;
+void write_self_test_record(const cuda::GpuInfo& gpu,
+                            const std::vector<std::string>& findings) noexcept;
 
 }  // namespace rota::tensors

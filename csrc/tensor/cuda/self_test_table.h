@@ -9,7 +9,7 @@
 
 namespace rota::tensors {
 
-// A kernel in one format. If it fails, only this combination is not used.
+// A kernel in one format.
 struct TestedKernel {
   enum class Role : uint8_t { kCollective, kPack, kUnpack };
 

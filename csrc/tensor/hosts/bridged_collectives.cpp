@@ -4,6 +4,7 @@
 
 #include "hosts/executor.h"
 #include "tensor/errors.h"
+#include "tensor/packed_operation.h"
 #include "tensor/sparse_all_reduce.h"
 #include "tensor/tensor_checks.h"
 

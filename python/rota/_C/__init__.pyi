@@ -461,9 +461,9 @@ class Communicator:
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
-                short CUDA tensors, gives the bits of "one_shot". An algorithm that failed a GPU's
-                self-test is refused, and "auto" does not choose it. "two_level", for CPU tensors on
-                several NUMA nodes (`numa_nodes`), sums within nodes and then over them: it needs
+                short CUDA tensors, gives the bits of "one_shot". "two_level", for CPU tensors on
+                several NUMA nodes (`numa_nodes`), is not yet measured on a machine with several
+                nodes. It sums within nodes and then over them: it needs
                 group_size=<ranks of a node>, order="tree" with nodes as subtrees, or integers, and
                 gives the bits that "two_shot" gives then. "auto" chooses it for long tensors.
             wire_dtype: the dtype of data between ranks; None means the tensor's dtype. Floating,

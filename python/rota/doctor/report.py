@@ -79,7 +79,7 @@ def _self_test(device: int) -> str:
         return "self-test not yet run (its first use runs it, or `python -m rota doctor --gpu`)"
     if not findings:
         return "self-test passed"
-    return f"self-test FAILED, so that rota does without: {'; '.join(findings)}"
+    return f"self-test FAILED, so CUDA tensors go through the host: {'; '.join(findings)}"
 
 
 def _trial_rank(rank: int, store_path: str) -> None:
