@@ -118,7 +118,7 @@ ALL += [Place((size - size // 2, size // 2)) for size in range(2, 9)]
 
 @functools.cache
 def input_of(rank: int, dtype: torch.dtype, num_elems: int) -> torch.Tensor:
-    """Of similar magnitudes, so that the order of sums matters; one in eight is any bit pattern.
+    """Similar magnitudes, so that the order of sums matters; one in eight is any bit pattern.
 
     Made of a hash: neither numpy nor torch promises the same random numbers in every version.
     """

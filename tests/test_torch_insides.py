@@ -271,7 +271,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names(tree: ast.AST, of: type[ast.expr_context]) -> set[str]:
-    """Of the attributes that a file reads or writes, and of what it defines."""
+    """The names of attributes that a file reads or writes, and of what it defines."""
     found = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and type(n.ctx) is of}
     if of is ast.Store:
         definitions = (ast.FunctionDef, ast.ClassDef)

@@ -263,7 +263,7 @@ def fsdp_groups(module: FSDPModule) -> Iterator[tuple[dist.ProcessGroup, torch.d
 
 
 def local_shape_and_offset(dtensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of this rank's shard in the whole. Without it, WeightStore takes no DTensor."""
+    """Where this rank's shard lies in the whole. Without it, WeightStore takes no DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     with torch.device("cpu"):  # torch counts with tensors on the default device

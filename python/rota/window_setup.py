@@ -121,7 +121,7 @@ class _Services:
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
 
     def next_window_number(self) -> int:
-        """Of the window among those of one service, and of a service that this window has to make.
+        """The window's number among those of one service, or of a service that it has to make.
 
         All ranks count alike: call it once they have agreed on whose service it is.
         """

@@ -58,7 +58,7 @@ def _ended(group: dist.ProcessGroup) -> dist.Store:
     return store_of(group, "hook_errors")
 
 
-# Of each group; dropped with it.
+# What each group's hooks share; dropped with it.
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
 
 

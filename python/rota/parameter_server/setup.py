@@ -12,7 +12,7 @@ from rota.shared.aligned import AlignedLayout
 from rota.shared.double_buffer import NUM_SLOTS
 from rota.shared.wire import Wire
 
-# Of a worker's save: JSON, then zeroes.
+# The length of the note in a worker's save: JSON, then zeroes.
 NOTE_BYTES = 4096
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -153,7 +153,7 @@ class ServerShard:
         self.clocks = dict(state.clocks)
         self.version = state.version
         self.num_updates = state.num_updates  # of the training, also before it was loaded
-        # Of workers that have asked: by rank, the question and the save, until it is read.
+        # By rank of a worker that has asked: the question and the save, until it is read.
         self._saves: dict[int, tuple[int, _C.ExposedTensor | None]] = {}
         # Updates between a worker's pull and the application of its push, by worker.
         self.delays: dict[int, Counter[int]] = {worker: Counter() for worker in mailboxes}

@@ -33,7 +33,7 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 _CONNECT_S = 5.0
-# Of one handshake, which takes less than a millisecond.
+# For one handshake, which takes less than a millisecond.
 _OPEN_TIMEOUT = timedelta(milliseconds=100)
 _OPEN_AGAIN_S = 1.0
 

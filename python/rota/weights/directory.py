@@ -165,6 +165,6 @@ def _check_host(host: str, who: str, claim: PublisherClaim) -> None:
 
 
 def _is_open(claim: PublisherClaim) -> bool:
-    # Of one on another host, nobody can know here.
+    # Nobody can know here of one on another host.
     is_here = claim.host == _C.host_id()
     return not is_here or LocalWatch(claim.address, claim.title, _WATCH_TIMEOUT).is_alive()

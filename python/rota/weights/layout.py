@@ -190,7 +190,7 @@ class Layout:
 
     @cached_property
     def memory(self) -> AlignedLayout[str | int]:
-        """Of a buffer: the "header", which is number, version and checksums, and the buckets."""
+        """A buffer's "header", which is number, version and checksums, and the buckets."""
         lengths: dict[str | int, int] = {"header": checked_bytes(2 + len(self.buckets))}
         lengths |= {i: bucket.num_bytes for i, bucket in enumerate(self.buckets)}
         return AlignedLayout({name: (torch.uint8, (n,)) for name, n in lengths.items()})
