@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -424,3 +425,12 @@ def test_keeper_survives_any_packet(packet: bytes) -> None:
         connection.close()
         pid = checkpoint.keeper_pid
         assert checkpoint.load() == (0, {"a": 1}) and checkpoint.keeper_pid == pid
+
+
+@pytest.mark.parametrize(
+    "bad", [{"linger": 3}, {"replicate": "x"}, {"job": 3}, {"timeout": timedelta(0)}], ids=str
+)
+def test_options_of_another_type_are_refused(bad: dict[str, Any]) -> None:
+    kind = ValueError if "timeout" in bad else TypeError
+    with pytest.raises(kind, match=rf"Checkpoint: {next(iter(bad))} is "):
+        rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, **bad)

@@ -521,3 +521,11 @@ def test_residuals_without_names_are_not_saved(rank: Rank) -> None:
     for step in range(2):
         ddp(exact_batch(rank.rank, step)).backward()
     check_error(error_of(state.state_dict), "RuntimeError", "names")
+
+
+def test_loading_another_model_is_refused_at_once() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = rota.HookState(model=model, error_feedback=True)
+    saved = {"seed": 1, "num_reductions": 2, "residuals": {"other.weight": torch.ones(2)}}
+    with pytest.raises(ValueError, match=r"'other\.weight' .* this model has 'bias'"):
+        state.load_state_dict(saved)

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 import rota
 from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from rota.checkpoint import Checkpoint
+from rota.weights import WeightStore
 
 FOREVER = 10**9
 # After so many collectives the victim is surely inside one.
@@ -272,3 +275,38 @@ def start_over(rank: Rank) -> float | None:
 def test_survivors_of_a_dead_group_can_make_a_new_one() -> None:
     with Ranks(3, start_over) as ranks:
         assert ranks.results_without(2) == [4.0, 4.0, None]
+
+
+def meet_without_the_last(rank: Rank, what: str) -> list[tuple[str, str]]:
+    """The last rank dies before it begins; the others are told at once, whatever they call."""
+    rank.init("rota", timeout_s=300.0)
+    dist.barrier()
+    rank.tell()
+    if rank.rank == 2:
+        rank.hear()
+    if what == "weights":
+        store = WeightStore(rank.make_store(), group=dist.group.WORLD)
+        errors = [error_of(lambda: store.publish(1, {f"{rank.rank}": torch.ones(2)}))]
+    else:
+        checkpoint = Checkpoint(dist.group.WORLD, job=f"dead {os.getppid()}", linger=timedelta(0))
+        state = {"a": torch.ones(2)}
+        errors = [error_of(checkpoint.load), error_of(lambda: checkpoint.save(1, state))]
+    rank.tell()
+    rank.hear()  # an end of its own would be noticed, too
+    return errors
+
+
+@pytest.mark.parametrize("what", ["weights", "checkpoint"])
+def test_peer_that_died_before_ranks_meet_by_claims_is_noticed(what: str) -> None:
+    with Ranks(3, meet_without_the_last, what) as ranks:
+        ranks.hear_all()
+        ranks.kill(2)
+        for rank in range(2):
+            ranks.hear(rank)
+        for rank in range(2):
+            ranks.tell(rank)
+        results = ranks.results(killed=[2])
+        pid = ranks.pid(2)
+    for errors in results[:2]:
+        for kind, text in errors:
+            check_error((kind, text), "PeerFailed", f"rank 2 (pid {pid}) has died")

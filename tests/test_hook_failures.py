@@ -159,3 +159,44 @@ def test_hook_peers_are_told_of_another_engine() -> None:
     assert first[0] == "nothing"
     check_error(own, "ValueError", "already has no engine")
     check_error(peer, "PeerFailed", "already has no engine")
+
+
+def fail_in_a_hook_and_go_on(rank: Rank, name: str, has_trained: bool) -> list[tuple[str, str]]:
+    """A bad argument of rank 1 in a hook of several buckets; then the same DDP goes on."""
+    rank.init("gloo", timeout_s=20.0)
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01)
+    state = rota.HookState(model=model, wire_dtype=torch.float32) if name == "fused" else None
+    is_bad = rank.rank == 1
+
+    def hook(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if state is None:
+            return rota.allreduce_hook(3 if is_bad and is_wrong else None, bucket)  # type: ignore[arg-type]
+        state.algorithm = "zzz" if is_bad and is_wrong and bucket.index() == has_trained else "auto"
+        return rota.fused_hook(state, bucket)
+
+    model.register_comm_hook(None, lambda _, bucket: hook(bucket))
+    seen = []
+    for wrong in [False] * 3 * has_trained + [True, False, True, True, False]:
+        is_wrong = wrong
+        model.zero_grad()
+        value = float(rank.rank)
+        seen.append(error_of(lambda: model(torch.full((2, 64), value)).sum().backward()))  # noqa: B023
+    gradient = layers[-1].weight.grad
+    assert gradient is not None
+    total = gradient.sum().item()
+    sums = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(sums, torch.tensor([total]))
+    assert sums[0] == sums[1] != 0
+    return seen[-5:]
+
+
+@pytest.mark.parametrize("has_trained", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("name", ["allreduce", "fused"])
+def test_ddp_goes_on_after_a_bad_argument_in_a_hook(name: str, has_trained: bool) -> None:
+    own, peer = run_ranks(2, fail_in_a_hook_and_go_on, name, has_trained)
+    kind, text = ("TypeError", "of type int") if name == "allreduce" else ("ValueError", "zzz")
+    for seen, expected in ((own, "PeerFailed"), (peer, kind)):
+        assert [error for error, _ in seen[1::3]] == ["nothing"] * 2, seen
+        for i in (0, 2, 3):
+            assert seen[i][0] == expected and text in seen[i][1], (i, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,8 +26,8 @@ def window(**options: Any) -> rota.Window:
     return rota.Window(4, **options)
 
 
-def local_sgd(sync_every: Any = 2, **options: Any) -> LocalSGD:
-    return LocalSGD(nn.Linear(2, 2), sync_every, **options)
+def local_sgd(sync_every: Any = 2, device: str = "cpu", **options: Any) -> LocalSGD:
+    return LocalSGD(nn.Linear(2, 2, device=device), sync_every, **options)
 
 
 def diloco(make_optimizer: Any = None) -> DiLoCo:
@@ -37,8 +38,8 @@ def diloco(make_optimizer: Any = None) -> DiLoCo:
     return DiLoCo(model, optimizer, 2)
 
 
-def server(**options: Any) -> ParameterServer:
-    parameters = [nn.Parameter(torch.ones(3))]
+def server(has_parameters: bool = True, **options: Any) -> ParameterServer:
+    parameters: Any = [nn.Parameter(torch.ones(3))] if has_parameters else None
     return ParameterServer(parameters, lambda p: torch.optim.SGD(p, 1.0), **options)
 
 
@@ -57,11 +58,45 @@ CASES: dict[str, tuple[Callable[..., object], dict[str, Any], str, str]] = {
         "inter_wire_dtype is torch.float64",
     ),
     "Window-channels": (window, {"num_channels": 0}, "ValueError", "num_channels is 0"),
-    "Window-device": (window, {"device": "tpu"}, "RuntimeError", "tpu"),
+    "Communicator-wire-text": (
+        rota.Communicator,
+        {"inter_wire_dtype": "x"},
+        "TypeError",
+        "inter_wire_dtype is 'x'",
+    ),
+    "Communicator-wire-int8": (
+        rota.Communicator,
+        {"inter_wire_dtype": torch.int8},
+        "TypeError",
+        "inter_wire_dtype is torch.int8",
+    ),
+    "Communicator-blocks": (
+        rota.Communicator,
+        {"inter_block_scaling": "yes"},
+        "TypeError",
+        "inter_block_scaling is 'yes'",
+    ),
+    "Communicator-engine": (rota.Communicator, {"engine": 3}, "TypeError", "engine is of type int"),
+    "Communicator-no-time": (
+        rota.Communicator,
+        {"timeout": timedelta(0)},
+        "ValueError",
+        "timeout is 0:00:00",
+    ),
+    "Window-device": (window, {"device": "tpu"}, "ValueError", "device is 'tpu'"),
+    "Window-cuda": (window, {"device": "cuda"}, "Mismatch", "rank 1 asked for cuda"),
+    "Window-no-time": (window, {"timeout": timedelta(-1)}, "ValueError", "timeout is -1 day"),
     "Window-timeout": (window, {"timeout": 1.5}, "TypeError", "timeout is 1.5"),
     "Window-engine": (window, {"engine": "gloo"}, "Mismatch", "one of its own"),
     "LocalSGD-sync_every": (local_sgd, {"sync_every": 0}, "ValueError", "sync_every is 0"),
     "LocalSGD-state": (local_sgd, {"state": 1}, "TypeError", "expected a HookState"),
+    "LocalSGD-alpha": (
+        local_sgd,
+        {"fragment_update_alpha": "x"},
+        "TypeError",
+        "rota.LocalSGD: fragment_update_alpha is 'x'",
+    ),
+    "LocalSGD-meta": (local_sgd, {"device": "meta"}, "TypeError", "'weight' is on meta"),
     "DiLoCo-optimizer": (
         diloco,
         {"make_optimizer": list},
@@ -69,6 +104,14 @@ CASES: dict[str, tuple[Callable[..., object], dict[str, Any], str, str]] = {
         "outer_optimizer is of type list",
     ),
     "ParameterServer-timeout": (server, {"timeout": 3}, "TypeError", "timeout is 3"),
+    "ParameterServer-nothing": (server, {"has_parameters": False}, "TypeError", "of type NoneType"),
+    "ParameterServer-delay": (
+        server,
+        {"delay_compensation": "a"},
+        "TypeError",
+        "delay_compensation is 'a'",
+    ),
+    "HookState-replicas": (hook_state, {"replicas": 3}, "TypeError", "replicas is 3"),
     "HookState-seed": (hook_state, {"seed": -1}, "ValueError", "seed is -1"),
     "HookState-model": (hook_state, {"model": 3}, "TypeError", "int"),
 }
@@ -138,29 +181,39 @@ def test_bad_options_of_one_rank_are_raised_by_all_in_its_group() -> None:
             assert kind == "TransportError" and "rank 1 failed" in text and cause in text, text
 
 
-def refuse_to_publish(rank: Rank) -> tuple[str, str]:
+PUBLISHERS: list[tuple[dict[str, Any], str, str]] = [
+    ({"wire_dtype": torch.int8}, "ValueError", "wire_dtype is torch.int8"),
+    ({"rank": 3}, "ValueError", "rank and num_publishers follow from group"),
+    ({"shards": 3}, "TypeError", "shards is of type int"),
+]
+
+
+def refuse_to_publish(rank: Rank) -> list[tuple[str, str]]:
     rank.init("gloo", timeout_s=LONG_S)
     store = rank.make_store(LONG_S)
-    wire_dtype = torch.int8 if rank.rank == 1 else None
 
-    def publish(wire_dtype: torch.dtype | None = None) -> WeightStore:
-        weights = WeightStore(store, group=dist.group.WORLD, wire_dtype=wire_dtype)
+    def publish(**options: Any) -> WeightStore:
+        weights = WeightStore(store, group=dist.group.WORLD, **options)
         weights.publish(1, {f"of rank {rank.rank}": torch.ones(2)})
         return weights
 
-    error = error_of(lambda: publish(wire_dtype))
-    dist.barrier()
-    made = publish()
-    dist.barrier()
-    made.close()
-    return error
+    errors = []
+    for bad, _, _ in PUBLISHERS:
+        errors.append(error_of(lambda: publish(**(bad if rank.rank == 1 else {}))))  # noqa: B023
+        dist.barrier()
+        made = publish()
+        dist.barrier()
+        made.close()
+        dist.barrier()
+    return errors
 
 
 def test_bad_argument_of_one_publisher_is_raised_by_all() -> None:
     results = run_ranks(3, refuse_to_publish)
-    check_error(results[1], "ValueError", "wire_dtype is torch.int8")
-    for peer in (0, 2):
-        check_error(results[peer], "TransportError", "publisher 1/3", "wire_dtype is torch.int8")
+    for i, (_, expected, cause) in enumerate(PUBLISHERS):
+        check_error(results[1][i], expected, cause)
+        for peer in (0, 2):
+            check_error(results[peer][i], "TransportError", "publisher 1/3", cause)
 
 
 def wait_in_subgroup(rank: Rank) -> tuple[str, str] | None:
@@ -183,3 +236,37 @@ def test_communicator_has_the_timeout_of_its_group() -> None:
         ranks.tell(1)
         error = ranks.results()[0]
     check_error(error, "Timeout", "rank 1")
+
+
+def retry(rank: Rank) -> dict[str, list[tuple[str, str]]]:
+    """Rank 1's first call never counts; or comes too late, when the others do not wait any more."""
+    rank.init("gloo", timeout_s=LONG_S)
+    short = {"timeout": timedelta(seconds=0.5)}
+    errors: dict[str, list[tuple[str, str]]] = {}
+    for make in (rota.Communicator, window):
+        for bad in ({"unknown": 1}, {"group": "x"}):
+            tries = errors.setdefault(f"{make.__name__} {bad}", [])
+            for given in ({**short, **bad} if rank.rank == 1 else short, {}):
+                tries.append(error_of(lambda: make(**given)))  # noqa: B023
+                dist.barrier()
+        tries = errors.setdefault(f"{make.__name__} late", [])
+        if rank.rank == 1:
+            rank.hear()
+            time.sleep(0.1)
+        tries.append(error_of(lambda: make(**short)))  # noqa: B023
+        if rank.rank == 0:
+            rank.tell()
+        dist.barrier()
+        tries.append(error_of(make))
+    return errors
+
+
+def test_ranks_meet_again_after_a_call_that_one_did_not_make() -> None:
+    with Ranks(2, retry) as ranks:
+        for _ in range(2):
+            ranks.hear(0)
+            ranks.tell(1)
+        for errors in ranks.results():
+            for case, (first, second) in errors.items():
+                assert first[0] in ("Timeout", "TransportError", "TypeError"), (case, first)
+                assert second[0] == "nothing", (case, second)

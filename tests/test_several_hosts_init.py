@@ -52,11 +52,6 @@ ODD_OPTIONS: dict[str, tuple[Callable[[Rank], dict[str, Any]], str, list[str]]] 
             "the same",
         ],
     ),
-    "engine-type": (
-        lambda rank: {"engine": "gloo"},
-        "ValueError",
-        ["rank 3 on host 1", "the engine is 'gloo'", "expected a ProcessGroup"],
-    ),
     "engine-of-one-rank": (
         lambda rank: {"engine": default_group()},
         "Mismatch",

@@ -389,6 +389,16 @@ void bind_communicator(py::module_& module) {
       reduce_bucket_call(Launch::kAsync, [](const WorkRef& work) {
         return std::make_shared<torch::jit::PythonFutureWrapper>(work->hook_future());
       }));
+
+  module.def(
+      "failed_future",
+      [](const py::object& error) {
+        py::set_error(py::type::of(error), error);
+        auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+        future->setError(std::make_exception_ptr(py::error_already_set()));
+        return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+      },
+      py::arg("error"));
 }
 
 }  // namespace rota::tensors

@@ -7,17 +7,31 @@ import importlib
 from typing import TYPE_CHECKING
 
 import rota_autoload
-from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
-from rota.backend import BackendOptions
-from rota.communicator import Communicator
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout, TransportError
-from rota.gradients.clipping import clip_grad_norm_
-from rota.gradients.hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, fused_hook
-from rota.gradients.reduction import overlap_gradients, reduce_gradients
-from rota.gradients.state import HookState
-from rota.shards import LogicalShards
-from rota.shared.memory import empty
-from rota.window import Window
+
+try:
+    from rota import amp, errors, ops  # noqa: F401  (rota._C looks its exceptions up in errors)
+    from rota.backend import BackendOptions
+    from rota.communicator import Communicator
+    from rota.gradients.clipping import clip_grad_norm_
+    from rota.gradients.hooks import (
+        allreduce_hook,
+        bf16_compress_hook,
+        fp16_compress_hook,
+        fused_hook,
+    )
+    from rota.gradients.reduction import overlap_gradients, reduce_gradients
+    from rota.gradients.state import HookState
+    from rota.shards import LogicalShards
+    from rota.shared.memory import empty
+    from rota.window import Window
+except AttributeError as error:
+    if getattr(error.obj, "__name__", "") != "rota._C":
+        raise
+    raise ImportError(
+        f"rota: the extension is older or newer than the Python files beside it: it has no "
+        f"{error.name!r}; rebuild it: pip install --no-build-isolation -e ."
+    ) from error
 
 if TYPE_CHECKING:
     from rota import checkpoint, elastic, fsdp, gpu, local_sgd, parameter_server, weights

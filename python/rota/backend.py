@@ -15,7 +15,7 @@ from rota import _C, _torch, timeouts
 from rota.coalescing import watch_block
 from rota.communicator import DEFAULT_SLOT_BYTES
 from rota.engine import engine_chooser
-from rota.options import scales_blocks
+from rota.options import check_inter, scales_blocks
 from rota.rendezvous.groups import StoreRanks, rota_backend
 from rota.rendezvous.joint import JointSteps
 from rota.window import make_window
@@ -55,6 +55,7 @@ class BackendOptions(_C.BackendOptions):
         inter_wire_dtype: torch.dtype | None = None,
         inter_block_scaling: bool | None = None,
     ) -> None:
+        check_inter("rota.BackendOptions", inter_wire_dtype, inter_block_scaling)
         super().__init__(
             dist.default_pg_timeout,
             slot_bytes,
@@ -91,6 +92,7 @@ def create(
         options.store, options.group_rank, options.group_size, options.global_ranks_in_group
     )
     steps = JointSteps.over(ranks, "BackendOptions")
+    steps.timeout = timeouts.usable(options.timeout)
     with steps.publishing() as check_peers:
         return _create(options, given, make_members, steps, check_peers)
 
@@ -102,7 +104,7 @@ def _create(
     steps: JointSteps,
     check_peers: Callable[[], None],
 ) -> _C.ProcessGroupRota:
-    timeout = timeouts.usable(options.timeout)
+    timeout = steps.timeout
     if given is None:
         given = BackendOptions()
     elif not isinstance(given, _C.BackendOptions):

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from rota import _C, options
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.rendezvous.groups import member_group, qualified_name
+from rota.options import check_inter
+from rota.rendezvous.groups import check_group, member_group, qualified_name
 from rota.rendezvous.joint import JointSteps
 
 DEFAULT_SLOT_BYTES = 256 * 1024
@@ -83,6 +84,8 @@ class Communicator(_C.Communicator):
             timeout = steps.take_timeout(timeout)
             if not isinstance(slot_bytes, int):
                 raise TypeError(f"rota.Communicator: slot_bytes is {slot_bytes!r}, expected an int")
+            check_inter("rota.Communicator", inter_wire_dtype, inter_block_scaling)
+            check_group("rota.Communicator", "engine", engine)
             super().__init__(
                 store=steps.store,
                 rank=steps.rank,
@@ -95,6 +98,7 @@ class Communicator(_C.Communicator):
                 check_peers=check_peers,
                 why_ended=steps.why_ended,
             )
+        self.number = steps.number  # among those over the group, the same on all ranks
         self._name = f"{qualified_name(pg)}/{steps.number}"
         while self._name in _by_name:  # one over a destroyed group of this name still lives
             self._name += "'"

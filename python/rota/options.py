@@ -52,6 +52,19 @@ def check_wire(wire_dtype: object, block_scaling: bool) -> None:
         )
 
 
+def check_inter(caller: str, inter_wire_dtype: object, inter_block_scaling: object) -> None:
+    """What travels between hosts; the extension checks whether both go together."""
+    if not isinstance(inter_block_scaling, bool | None):
+        raise TypeError(
+            f"{caller}: inter_block_scaling is {inter_block_scaling!r}, expected True, False or "
+            f"None"
+        )
+    if inter_wire_dtype is not None and inter_wire_dtype not in (*_WIRE_DTYPES, torch.float64):
+        raise TypeError(
+            f"{caller}: inter_wire_dtype is {inter_wire_dtype!r}, expected one of {_WIRE_DTYPES}"
+        )
+
+
 def check_factor(name: str, factor: float) -> None:
     try:
         is_usable = math.isfinite(factor) and factor > 0

@@ -37,6 +37,18 @@ def checked(timeout: object, what: str, default: D) -> timedelta | D:
     return usable(timeout)
 
 
+def checked_positive(timeout: object, what: str, default: timedelta) -> timedelta:
+    """As checked(), for what every wait of a new object may take.
+
+    Raises:
+        TypeError, ValueError: it is no timedelta, or not more than 0.
+    """
+    taken = checked(timeout, what, default)
+    if timeout is not None and taken <= timedelta(0):
+        raise ValueError(f"{what}: timeout is {timeout}, expected more than 0")
+    return taken
+
+
 class HasStore(Protocol):
     def get_group_store(self) -> dist.Store: ...
 

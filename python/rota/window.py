@@ -69,7 +69,7 @@ class Window(_C.Window):
     """
 
     def __new__(cls, *args: Any, device: torch.device | str = "cpu", **kwargs: Any) -> Window:
-        if cls is Window and _is_cuda(device):
+        if cls is Window and _is_on("cuda", device):
             cls = DeviceWindow
         return super().__new__(cls)
 
@@ -87,7 +87,7 @@ class Window(_C.Window):
         pg = member_group(group, "Window")
 
         def make_tensor() -> torch.Tensor:
-            if torch.device(device).type != "cpu":
+            if not _is_on("cpu", device):
                 raise ValueError(f"rota.Window: device is {device!r}, expected cpu or cuda")
             return _own_tensor(tensor_or_shape, dtype)
 
@@ -135,7 +135,7 @@ class DeviceWindow(Window):
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         # Its words are this window's; it has no elements.
         own, others = open_window(
-            self, pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine
+            self, pg, lambda: empty(0, dtype=dtype), num_channels, timeout, engine, kind="cuda"
         )
         steps = JointSteps.over(pg, "Window on GPUs")
         shape: list[int] = []
@@ -157,6 +157,10 @@ class DeviceWindow(Window):
                 )
             sizes = [tensor_or_shape] if isinstance(tensor_or_shape, int) else tensor_or_shape
             shape.extend(sizes)
+            if not all(isinstance(size, int) and size >= 0 for size in shape):
+                raise ValueError(
+                    f"rota.Window: the shape is {tensor_or_shape!r}, expected ints of 0 or more"
+                )
             if where.index is None:
                 where = torch.device("cuda", torch.cuda.current_device())
             return {"made": f"{tuple(shape)} of {dtype} on GPUs"}
@@ -247,10 +251,10 @@ def make_window(tensor: torch.Tensor, store: dist.Store, rank: int, world_size: 
     return window
 
 
-def _is_cuda(device: torch.device | str) -> bool:
+def _is_on(kind: str, device: torch.device | str) -> bool:
     """False for what names no device, which the constructor refuses on all ranks."""
     with contextlib.suppress(RuntimeError, TypeError):
-        return torch.device(device).type == "cuda"
+        return torch.device(device).type == kind
     return False
 
 

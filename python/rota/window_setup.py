@@ -37,9 +37,14 @@ def open_window(
     timeout: timedelta | None,
     engine: dist.ProcessGroup | None,
     *,
+    kind: str = "cpu",
     torch_holds_it: bool = False,
 ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
-    """Makes the window; returns this rank's part and those of the others on this host."""
+    """Makes the window; returns this rank's part and those of the others on this host.
+
+    Args:
+        kind: of device that the caller has asked for.
+    """
     steps = JointSteps.over(pg, "Window")
     rank, world_size = steps.rank, steps.world_size
     services = _Services(pg, engine)
@@ -61,6 +66,7 @@ def open_window(
             )
         )
         return {
+            "kind": kind,
             "made": f"{tuple(tensor.shape)} of {tensor.dtype}, {num_channels} channels",
             "host": _C.host_id(),
             "address": own[0].address,
@@ -69,6 +75,10 @@ def open_window(
         }
 
     cards = steps.step(expose)
+    if difference := sides([card["kind"] for card in cards], "asked for"):
+        raise Mismatch(
+            f"rota.Window: ranks disagree on device: {difference}; give every rank the same kind"
+        )
     check_made_alike(cards)
     if difference := sides([card["engine"] for card in cards], "has"):
         raise Mismatch(

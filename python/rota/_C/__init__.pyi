@@ -374,6 +374,9 @@ def gpu_driver(device: int) -> str:
         rota.TransportError: there is no such GPU, or this is a build for the CPU.
     """
 
+def failed_future(error: Exception) -> torch.futures.Future[torch.Tensor]:
+    """A future for DDP to wait for, whose wait() raises the error."""
+
 def block_elems(dtype: torch.dtype) -> int:
     """Elements that share one power-of-two scale when a wire dtype is block scaled: 32 or 64.
 

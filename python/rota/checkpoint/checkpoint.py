@@ -29,6 +29,7 @@ from rota.checkpoint.session import RankClaim, Session, Sessions, token_of
 from rota.checkpoint.version import Identity, Version, write_version
 from rota.engine import engine_chooser
 from rota.errors import Mismatch, RotaError, TransportError
+from rota.rendezvous.groups import end_watch
 from rota.shared.apart import unpickle_with
 
 DEFAULT_LINGER = timedelta(minutes=5)
@@ -72,7 +73,7 @@ class Checkpoint:
             None: the parent process if that is torchrun.
         replicate: whether to copy versions to another host, if there are several.
         engine: a process group of the same ranks for these copies; None makes a Gloo group.
-        timeout: of each call; None is that of the store.
+        timeout: of each call; None is that of the group or the store.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together.
@@ -107,8 +108,21 @@ class Checkpoint:
         timeout: timedelta | None = None,
     ) -> None:
         store, self._rank, self._world_size = _place_of(store_or_group, rank, world_size)
-        self._sessions = Sessions(store, name)
-        self._timeout = timeouts.checked(timeout, WHAT, timeouts.of_store(store))
+        if isinstance(store_or_group, dist.ProcessGroup):
+            self._sessions = Sessions(store, name, end_watch(store_or_group))
+            self._timeout = timeouts.of_group(store_or_group)
+        else:
+            self._sessions = Sessions(store, name)
+            self._timeout = timeouts.of_store(store)
+        self._timeout = timeouts.checked_positive(timeout, WHAT, self._timeout)
+        if not isinstance(linger, timedelta):
+            raise TypeError(f"{WHAT}: linger is {linger!r}, expected a datetime.timedelta")
+        if job is not None and not isinstance(job, str):
+            raise TypeError(f"{WHAT}: job is {job!r}, expected a str or None")
+        if not isinstance(name, str):
+            raise TypeError(f"{WHAT}: name is {name!r}, expected a str")
+        if not isinstance(replicate, bool):
+            raise TypeError(f"{WHAT}: replicate is {replicate!r}, expected True or False")
         if launcher is None and "TORCHELASTIC_RUN_ID" in os.environ:
             launcher = os.getppid()
         job = _job_name(self._sessions.store, job)

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rota.checkpoint.contents import WHAT
 from rota.checkpoint.version import Identity
-from rota.errors import Mismatch, PeerFailed, RotaError
+from rota.errors import Mismatch, PeerFailed, RotaError, Timeout
 from rota.rendezvous.claims import Claim, Claims, has_seen
 from rota.rendezvous.joint import JointSteps
 from rota.rendezvous.polling import LAST_POLL_S
@@ -67,6 +67,7 @@ class Session(JointSteps):
     """
 
     _last_pause_s = LAST_POLL_S
+    _tells_of_waits = False  # this rank has done its part, and may be the late one
 
     def __init__(
         self,
@@ -174,10 +175,13 @@ class Sessions(Claims[RankClaim]):
     Args:
         store: the user's.
         name: of the checkpoint.
+        why_ended: says how a rank has ended, if that is known; otherwise an empty text.
     """
 
-    def __init__(self, store: dist.Store, name: str) -> None:
-        super().__init__(dist.PrefixStore(f"rota/checkpoint/{name}", store), RankClaim)
+    def __init__(
+        self, store: dist.Store, name: str, why_ended: Callable[[int], str] | None = None
+    ) -> None:
+        super().__init__(dist.PrefixStore(f"rota/checkpoint/{name}", store), RankClaim, why_ended)
         self._last: Session | None = None
 
     def begin(self, own: RankClaim, deadline: float, left: Callable[[], list[int]]) -> Session:
@@ -187,7 +191,7 @@ class Sessions(Claims[RankClaim]):
             left: returns ranks of this host that have ended.
 
         Raises:
-            rota.PeerFailed: a rank of this host has ended after it came.
+            rota.PeerFailed: a rank of this host has ended after it came, or any before.
             rota.Mismatch: another process has taken this rank, or ranks differ in world_size or
                 in what they call.
             rota.Timeout: a rank did not come in time; names it.
@@ -214,6 +218,9 @@ class Sessions(Claims[RankClaim]):
             # What has not seen this rank's claim may be left from an earlier start, or start again.
             met = [claim for claim, text in there if has_seen(claim, own, text)]
             for claim, what in itertools.product(met, ("world_size", "call")):
+                # It has waited in vain with this rank, which is about to find that, and goes on.
+                if claim.attempt != own.attempt and len(met) < own.world_size:
+                    continue
                 if getattr(claim, what) != getattr(own, what):
                     raise Mismatch(
                         f"{WHAT}: ranks disagree: {own.who} has {what} {getattr(own, what)!r}, "
@@ -229,7 +236,11 @@ class Sessions(Claims[RankClaim]):
                     )
 
         own = self.take(own)
-        claims = self.agree(own, deadline, check, "call it", "from an earlier call", have_begun)
+        try:
+            claims = self.agree(own, deadline, check, "call it", "from an earlier call", have_begun)
+        except (PeerFailed, Timeout, KeyboardInterrupt) as error:
+            self.take(replace(own, token=uuid4().hex, error=str(error) or "interrupted"))
+            raise
         self._last, last = Session(self.store, own, claims, left), self._last
         if last is not None and own.rank == 0:  # all have left it
             for key in ("begun", f"step/{last.num_steps - 1}"):

@@ -106,7 +106,8 @@ def _sums_of_nodes(communicator: rota.Communicator) -> str:
 
 def _print(hosts: list[list[int]], facts: list[_Facts], sums_of_nodes: str) -> None:
     num_rails = min(len(ranks) for ranks in hosts)
-    print(f"hosts: {len(hosts)}, ranks: {len(facts)}, rails between hosts: {num_rails}")
+    rails = f", rails between hosts: {num_rails}" if len(hosts) > 1 else ""
+    print(f"hosts: {len(hosts)}, ranks: {len(facts)}{rails}")
     for host, ranks in enumerate(hosts):
         print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {_text_of(ranks)}")
         for node, of_node in sorted(_by_node(ranks, facts).items()):

@@ -10,7 +10,8 @@ is ever made. Contributions and the result are rounded once each, and sums are k
 import torch
 import torch.distributed as dist
 
-from rota.gradients.communicators import communicator_of
+from rota.errors import RotaError
+from rota.gradients.communicators import communicator_of, future_of, tell_peers_of
 from rota.gradients.state import HookState, telling_peers
 
 
@@ -35,13 +36,17 @@ def fused_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     Example:
         >>> ddp.register_comm_hook(rota.HookState(), rota.fused_hook)
     """
-    with telling_peers(state):
-        if not isinstance(state, HookState):
-            raise TypeError(
-                f"rota.fused_hook: its state is of type {type(state).__name__}; register it as "
-                f"ddp.register_comm_hook(rota.HookState(...), rota.fused_hook)"
-            )
-        return state.reduce(bucket)
+
+    def start() -> torch.futures.Future[torch.Tensor]:
+        with telling_peers(state):
+            if not isinstance(state, HookState):
+                raise TypeError(
+                    f"rota.fused_hook: its state is of type {type(state).__name__}; register it as "
+                    f"ddp.register_comm_hook(rota.HookState(...), rota.fused_hook)"
+                )
+            return state.reduce(bucket)
+
+    return future_of(bucket, start)
 
 
 def _average(
@@ -49,8 +54,17 @@ def _average(
     bucket: dist.GradBucket,
     wire_dtype: torch.dtype | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    communicator = communicator_of(process_group)
-    return communicator.all_reduce_future(bucket.buffer(), "avg", wire_dtype)
+    def start() -> torch.futures.Future[torch.Tensor]:
+        try:
+            communicator = communicator_of(process_group)
+            return communicator.all_reduce_future(bucket.buffer(), "avg", wire_dtype)
+        except Exception as error:
+            if dist.is_initialized() and not isinstance(error, RotaError):  # of which peers know
+                group = process_group if isinstance(process_group, dist.ProcessGroup) else None
+                tell_peers_of(group, str(error))
+            raise
+
+    return future_of(bucket, start)
 
 
 def allreduce_hook(

@@ -136,6 +136,8 @@ class HookState:
         def check() -> None:
             check_group("rota.HookState", "group", group)
             check_group("rota.HookState", "engine", engine)
+            if replicas is not None and not callable(replicas):
+                raise TypeError(f"rota.HookState: replicas is {replicas!r}, expected a function")
             if replicas is not None and model_group is None:
                 raise ValueError("rota.HookState: replicas is about model_group, which is missing")
             for name, flag in (
@@ -286,6 +288,13 @@ class HookState:
         """
         keys = ("seed", "num_reductions", "residuals")
         options.check_state_dict("rota.HookState", state_dict, keys)
+        saved, own = set(state_dict["residuals"]), self._model.names if self._model else set()
+        if saved and own and saved.isdisjoint(own):
+            raise ValueError(
+                f"rota.HookState.load_state_dict: state_dict is of another model: it has "
+                f"{min(saved)!r} and {len(saved) - 1} more parameters, this model has {min(own)!r} "
+                f"and {len(own) - 1} more"
+            )
         self._seed = state_dict["seed"]
         self._num_reductions = self._num_before = state_dict["num_reductions"]
         self._residuals.load(state_dict["residuals"], state_dict.get("without_residual", ()))

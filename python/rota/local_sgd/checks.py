@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rota.local_sgd.local_sgd import LocalSGD
 
 
-def check_arguments(caller: str, outer: LocalSGD, num_tensors: int) -> None:
+def check_arguments(caller: str, outer: LocalSGD, module: nn.Module, num_tensors: int) -> None:
     for name in ("sync_every", "num_fragments"):
         value = getattr(outer, name)
         if not (isinstance(value, int) and value >= 1):
@@ -35,11 +35,18 @@ def check_arguments(caller: str, outer: LocalSGD, num_tensors: int) -> None:
             f"{caller}: fragment_sync_delay is {delay!r}, expected an int from 0 to "
             f"{interval - 1}: less than sync_every // num_fragments"
         )
-    if not 0 <= outer.fragment_update_alpha < 1:
+    alpha = outer.fragment_update_alpha
+    if not isinstance(alpha, int | float):
+        raise TypeError(f"{caller}: fragment_update_alpha is {alpha!r}, expected a number")
+    if not 0 <= alpha < 1:
         raise ValueError(
-            f"{caller}: fragment_update_alpha is {outer.fragment_update_alpha}, expected "
-            f"at least 0 and less than 1"
+            f"{caller}: fragment_update_alpha is {alpha}, expected at least 0 and less than 1"
         )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise TypeError(
+                f"{caller}: {name!r} is on {tensor.device}, expected the CPU or a CUDA device"
+            )
 
 
 def check_shards(name: str, module: nn.Module, state: HookState) -> None:

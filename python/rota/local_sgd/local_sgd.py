@@ -140,7 +140,7 @@ class LocalSGD:
             }
 
         group = state.group if isinstance(state, HookState) else None
-        steps = JointSteps.over(member_group(group, "LocalSGD"), "LocalSGD")
+        steps = JointSteps.over(member_group(group, "LocalSGD"), "LocalSGD", self._name)
         check_alike(self._name, steps.step(check))
         self._module = module
         self._synced = [
@@ -331,7 +331,7 @@ class LocalSGD:
     # ---- what a subclass adds
 
     def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
-        check_arguments(self._name, self, num_tensors)
+        check_arguments(self._name, self, module, num_tensors)
 
     def _check_at_rest(self, method: str) -> None:
         if self._in_flight is not None:

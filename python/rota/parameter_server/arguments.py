@@ -27,6 +27,11 @@ def named_parameters(
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     elif isinstance(parameters_or_module, torch.Tensor):
         raise TypeError(f"{_NAME}: parameters is a tensor, expected a module or several parameters")
+    elif not isinstance(parameters_or_module, Iterable):
+        raise TypeError(
+            f"{_NAME}: parameters is of type {type(parameters_or_module).__name__}, expected a "
+            f"module or several parameters"
+        )
     else:
         named = {
             f"parameter {i}": p
@@ -73,6 +78,10 @@ def check_mode(mode: object, staleness: object, delay_compensation: float) -> No
         raise ValueError(
             f"{_NAME}: staleness is {staleness!r} with mode={mode!r}, expected None; it is for "
             f'mode="stale"'
+        )
+    if not isinstance(delay_compensation, int | float):
+        raise TypeError(
+            f"{_NAME}: delay_compensation is {delay_compensation!r}, expected a number of 0 or more"
         )
     if not (math.isfinite(delay_compensation) and delay_compensation >= 0):
         raise ValueError(

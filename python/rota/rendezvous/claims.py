@@ -22,8 +22,8 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from rota import _C
-from rota.errors import Mismatch, Timeout, TransportError
+from rota import _C, errors
+from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
 from rota.rendezvous.polling import poll
 
 
@@ -34,7 +34,7 @@ class Claim:
     Attributes:
         attempt: the number of the attempt that it is made in.
         error: why this attempt has failed, or "": the text that all ranks raise.
-        is_mismatch: whether that is because ranks disagree.
+        kind: of the error that they raise, in rota.errors.
     """
 
     NOUN: ClassVar[str] = "rank"
@@ -44,7 +44,7 @@ class Claim:
     _: KW_ONLY
     attempt: int = 1
     error: str = ""
-    is_mismatch: bool = False
+    kind: str = TransportError.__name__
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=_C.host_id)
     token: str = field(default_factory=lambda: uuid4().hex)
@@ -80,11 +80,15 @@ class Claims(Generic[C]):
     Args:
         store: for this name alone.
         kind: of claims.
+        why_ended: says how a rank has ended, if that is known; otherwise an empty text.
     """
 
-    def __init__(self, store: dist.Store, kind: type[C]) -> None:
+    def __init__(
+        self, store: dist.Store, kind: type[C], why_ended: Callable[[int], str] | None = None
+    ) -> None:
         self.store = store
         self._kind = kind
+        self._why_ended = why_ended
         self._own_token = ""  # of the last claim
         self._attempt = 0  # that has not failed here; 0 if the next claim begins one
         self._heard = ""  # the last error of another rank that was raised here
@@ -116,7 +120,8 @@ class Claims(Generic[C]):
         text = str(error)
         if text != self._heard:
             text = f"{own.what}: {own.who} failed: {error}"
-        return replace(own, error=text, is_mismatch=isinstance(error, Mismatch))
+        kind = type(error) if isinstance(error, Mismatch | PeerFailed) else TransportError
+        return replace(own, error=text, kind=kind.__name__)
 
     def raise_error(self, own: C, other: C, is_held: Callable[[C], bool]) -> None:
         """Raises the error of another's claim, if it has one, unless it is of an earlier attempt.
@@ -128,7 +133,7 @@ class Claims(Generic[C]):
             return
         self._attempt = other.attempt  # which thereby fails here
         self._heard = other.error
-        raise (Mismatch if other.is_mismatch else TransportError)(other.error)
+        raise getattr(errors, other.kind)(other.error)
 
     def agree(
         self,
@@ -148,14 +153,23 @@ class Claims(Generic[C]):
             have_begun: whether they have gone on; asked until then, and of the newest claims.
 
         Raises:
+            rota.PeerFailed: a rank has ended before it came.
             rota.Timeout: a rank did not come in time; names it.
         """
         claims: list[C | None] = []
         seen: list[str | None] = []
         together: list[C] = []
+        ends: dict[int, str] = {}  # of ranks, from before the claims were read
+
+        def missing() -> list[int]:
+            return [
+                rank
+                for rank, (claim, text) in enumerate(zip(claims, seen, strict=True))
+                if claim is None or claim.error or not has_seen(claim, own, text)
+            ]
 
         def have_agreed() -> bool:
-            nonlocal claims, seen, together
+            nonlocal claims, seen, together, ends
             if together and have_begun(together):
                 return True
             claims = self.all(own.world_size)
@@ -164,19 +178,23 @@ class Claims(Generic[C]):
                 self.store.set(f"seen/{own.rank}", tokens)
             seen = self.read_all([f"seen/{rank}" for rank in range(own.world_size)])
             check(claims, seen)
+            for rank in missing():
+                if end := ends.get(rank):
+                    raise PeerFailed(f"{own.what}: {own.who}: {end}")
+            if self._why_ended is not None:
+                ends = {rank: self._why_ended(rank) for rank in missing() if rank != own.rank}
             if any(claim is None or claim.error for claim in claims) or {*seen} != {tokens}:
                 return False
             together = [claim for claim in claims if claim is not None]
             return have_begun(together)
 
         if not poll(have_agreed, deadline):
-            missing = [
+            awaited = [
                 f"{rank}" if claim is None else f"{rank} (pid {claim.pid}, {stale})"
-                for rank, (claim, text) in enumerate(zip(claims, seen, strict=True))
-                if claim is None or claim.error or not has_seen(claim, own, text)
+                for rank, claim in ((rank, claims[rank]) for rank in missing())
             ]
             raise Timeout(
-                f"{own.what}: {own.who} waited in vain for {own.NOUN} {', '.join(missing)}; "
+                f"{own.what}: {own.who} waited in vain for {own.NOUN} {', '.join(awaited)}; "
                 f"every {own.NOUN} must {must}: is it alive?"
             )
         return together

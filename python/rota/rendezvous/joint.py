@@ -66,16 +66,25 @@ class JointSteps:
         self.has_told = False
 
     @classmethod
-    def over(cls, pg: Ranks, what: str) -> JointSteps:
+    def over(cls, pg: Ranks, what: str, name: str = "") -> JointSteps:
         """For the next of these that all ranks of a group make, in the same order.
+
+        Passes over those for which other ranks have waited in vain. This one may have failed before
+        it counted, as in a call with an unknown argument, and the next try of all ranks must meet.
 
         Args:
             what: its public name, such as "Window".
+            name: for errors, if it may have several; "rota." and what by default.
         """
-        number = next_number(pg, what)
-        store = store_of(pg, f"{what}/{number}")
-        timeout = timeouts.of_group(pg)
-        steps = cls(store, pg.rank(), pg.size(), timeout, f"rota.{what}", peer_check())
+        name = name or f"rota.{what}"
+        while True:
+            number = next_number(pg, what)
+            store = store_of(pg, f"{what}/{number}")
+            timeout = timeouts.of_group(pg)
+            steps = cls(store, pg.rank(), pg.size(), timeout, name, peer_check())
+            failure = steps._failure()
+            if failure is None or not failure[-1]:
+                break
         steps.why_ended = end_watch(pg)
         steps.number = number
         return steps
@@ -84,9 +93,9 @@ class JointSteps:
         """The caller's timeout, which then is that of the steps; that of the group for None.
 
         Raises:
-            TypeError: it is no timedelta.
+            TypeError, ValueError: it is no timedelta, or not more than 0.
         """
-        self.timeout = timeouts.checked(timeout, self._what, self.timeout)
+        self.timeout = timeouts.checked_positive(timeout, self._what, self.timeout)
         return self.timeout
 
     def step(self, run: Callable[[], T], deadline: float | None = None) -> list[T]:
@@ -110,6 +119,11 @@ class JointSteps:
             deadline = time.monotonic() + self.timeout.total_seconds()
         try:
             return self._wait_for_all(deadline)
+        except BaseException as error:
+            # That a rank has ended each finds by itself.
+            if self._tells_of_waits and not isinstance(error, PeerFailed):
+                self._tell(error, in_vain=True)
+            raise
         finally:
             self.num_steps += 1
 
@@ -134,7 +148,7 @@ class JointSteps:
         Gives what that calls while it waits, instead of check(). From then on the ranks fail
         together, of what they find out there.
         """
-        is_waiting = False
+        is_waiting, begin = False, time.monotonic()
 
         def check() -> None:
             nonlocal is_waiting
@@ -144,32 +158,43 @@ class JointSteps:
         try:
             yield check
         except BaseException as error:
-            if not is_waiting:
-                self._tell(error)
+            has_timed_out = time.monotonic() - begin >= self.timeout.total_seconds()
+            if not is_waiting or has_timed_out or not isinstance(error, Exception):
+                self._tell(error, in_vain=is_waiting)
             raise
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell(self, error: BaseException, *, in_vain: bool = False) -> None:
         self.has_told = True
         kind = type(error) if isinstance(error, RotaError) else TransportError
-        self.fail(_text_of(error), kind)
+        self.fail(_text_of(error), kind, in_vain=in_vain)
 
-    def fail(self, reason: str, kind: type[RotaError] = TransportError) -> None:
+    def fail(
+        self, reason: str, kind: type[RotaError] = TransportError, *, in_vain: bool = False
+    ) -> None:
         """Tells the other ranks that this one has given up.
 
         Args:
             kind: of the error that they raise.
+            in_vain: it has waited for others: those that have not come pass over this attempt.
         """
+        failure = json.dumps([self.rank, kind.__name__, reason, in_vain])
         with contextlib.suppress(RuntimeError):  # of the store, which would hide the reason
-            card = json.dumps([self.rank, kind.__name__, reason])
-            self.store.compare_set(f"failure/{self.num_steps}", "", card)
+            self.store.compare_set(self._failure_key(), "", failure)
+
+    def _failure_key(self) -> str:
+        return f"failure/{self.num_steps}"
+
+    def _failure(self) -> list[Any] | None:
+        """As fail() has written it."""
+        key = self._failure_key()
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def check(self) -> None:
         """Raises if a rank is gone or has given up. Costs a request to the store."""
         if self._check_peers is not None:
             self._check_peers()
-        key = f"failure/{self.num_steps}"
-        if self.store.check([key]):
-            rank, kind, reason = json.loads(self.store.get(key))
+        if failure := self._failure():
+            rank, kind, reason, _ = failure
             raise getattr(errors, kind, TransportError)(
                 f"{self._prefix()}: {self._name_of(rank)} failed: {reason}"
             )
@@ -207,6 +232,7 @@ class JointSteps:
     # ---- what kinds of steps do differently
 
     _last_pause_s = POLL_S
+    _tells_of_waits = True
 
     def _ends_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """How those of these ranks have ended that have, as far as that is known."""

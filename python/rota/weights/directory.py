@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -59,12 +59,15 @@ class Directory:
     Args:
         store: the user's.
         name: of the weights.
+        why_ended: says how a publisher has ended, if that is known; otherwise an empty text.
     """
 
-    def __init__(self, store: dist.Store, name: str) -> None:
+    def __init__(
+        self, store: dist.Store, name: str, why_ended: Callable[[int], str] | None = None
+    ) -> None:
         self._name = name
         self._store = dist.PrefixStore(f"rota/weights/{name}", store)
-        self._claims = Claims(self._store, PublisherClaim)
+        self._claims = Claims(self._store, PublisherClaim, why_ended)
 
     def claim(
         self, rank: int, num_publishers: int, memory: _C.ExposedTensor, layout: Layout
@@ -107,6 +110,7 @@ class Directory:
 
         Raises:
             rota.TransportError: one has failed, or is on another host.
+            rota.PeerFailed: one has ended.
             rota.Mismatch: another number of publishers, or one has found a mismatch.
             rota.Timeout: one did not publish in time; names it.
         """

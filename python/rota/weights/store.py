@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rota import _C, options, timeouts
+from rota.rendezvous.groups import check_group, end_watch
 from rota.shared.wire import Wire
 from rota.weights.directory import Directory
 from rota.weights.layout import WeightShard, name_of
@@ -53,7 +54,7 @@ class WeightStore:
             float32 first. Readers get the dtype that was published.
         block_scaling: of wire_dtype, as in `rota.HookState`: every 32 (float8_e4m3fn) or 64
             elements get a scale of their own.
-        timeout: of each publish() and pull(); None is that of the store.
+        timeout: of each publish() and pull(); None is that of the group or the store.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together. Of a publisher, the others raise
@@ -85,27 +86,40 @@ class WeightStore:
             raise TypeError(
                 f"rota.WeightStore: store is {store!r}, expected a torch.distributed.Store"
             )
+        if not isinstance(name, str):
+            raise TypeError(f"rota.WeightStore: name is {name!r}, expected a str")
+        check_group("rota.WeightStore", "group", group)
+        has_place = rank is not None or num_publishers != 1
         if group is not None:
-            if rank is not None or num_publishers != 1:
-                raise ValueError(
-                    "rota.WeightStore: rank and num_publishers follow from group; leave them out"
-                )
             rank, num_publishers = group.rank(), group.size()
         if rank is not None and not 0 <= rank < num_publishers:
             raise ValueError(
                 f"rota.WeightStore: rank is {rank}, expected 0 to num_publishers - 1, "
                 f"{num_publishers - 1}"
             )
-        directory = Directory(store, name)
+        directory = Directory(store, name, None if group is None else end_watch(group))
         telling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if rank is not None:
             telling = telling_publishers(directory, name, rank, num_publishers)
         with telling:
+            if group is not None and has_place:
+                raise ValueError(
+                    "rota.WeightStore: rank and num_publishers follow from group; leave them out"
+                )
+            if shards is not None and not isinstance(shards, Mapping):
+                raise TypeError(
+                    f"rota.WeightStore: shards is of type {type(shards).__name__}, expected a dict "
+                    f"by name"
+                )
             wire = _checked_wire(rank, wire_dtype, block_scaling)
             plain = {k: x for k, x in (shards or {}).items() if isinstance(x, WeightShard)}
             if rank is not None and shards is not None and len(plain) != len(shards):
                 raise TypeError("rota.WeightStore: shards of a publisher must be WeightShards")
-            wait = timeouts.checked(timeout, "rota.WeightStore", timeouts.of_store(store))
+            wait = timeouts.of_store(store) if group is None else timeouts.of_group(group)
+            if rank is None:
+                wait = timeouts.checked(timeout, "rota.WeightStore", wait)
+            else:
+                wait = timeouts.checked_positive(timeout, "rota.WeightStore", wait)
         self._publisher: Publisher | None = None
         self._reader: Reader | None = None
         if rank is None:
