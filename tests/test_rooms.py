@@ -17,12 +17,12 @@ PYTHON = Path(__file__).parent.parent / "python"
 # others read, what sits on the extension, the way of gradients, guests, and the door.
 ROOMS = [
     {"_C", "_torch", "errors"},
-    {"layout", "options", "sharding", "timeouts"},
+    {"options", "sharding", "timeouts"},
     {"rendezvous", "shared"},
     {"backend", "coalescing", "communicator", "engine", "ops", "window", "window_setup"},
     {"amp", "gradients", "optim"},
     {"checkpoint", "elastic", "fsdp", "gpu", "local_sgd", "parameter_server", "shards", "weights"},
-    {"", "__main__", "doctor", "gpu_smoke", "rota_autoload"},
+    {"", "__main__", "doctor", "rota_autoload"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 

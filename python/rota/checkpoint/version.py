@@ -29,7 +29,6 @@ from rota import _C
 from rota.checkpoint.contents import WHAT, Contents, Look
 from rota.checkpoint.keeper import SEALS
 from rota.errors import TransportError
-from rota.layout import bytes_of, is_flat
 from rota.shared.aligned import AlignedLayout, round_up
 from rota.shared.buckets import (
     BUCKET_BYTES,
@@ -42,6 +41,7 @@ from rota.shared.buckets import (
     write_bytes,
     write_checked,
 )
+from rota.shared.flat import bytes_of, is_flat
 from rota.shared.memory import map_pages
 
 MAGIC = int.from_bytes(b"rota-cp2", "little")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from rota import options
+from rota.gradients.layout import num_reals, shaped
 from rota.gradients.state import HookState
-from rota.layout import num_reals, shaped
 from rota.sharding import as_dtensor, like, local_of
 
 

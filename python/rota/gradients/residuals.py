@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rota.gradients.layout import num_reals, shaped
 from rota.gradients.results import Outcome
-from rota.layout import num_reals, shaped
 from rota.sharding import local_of
 
 

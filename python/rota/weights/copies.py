@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from rota import _C
-from rota.layout import flat_of, is_flat
+from rota.shared.flat import flat_of, is_flat
 from rota.shared.wire import Wire
 from rota.weights.layout import Bucket, WeightShard, dtype_named
 from rota.weights.memory import OpenedPublisher

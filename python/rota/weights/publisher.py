@@ -14,11 +14,11 @@ import torch
 
 from rota import _C
 from rota.errors import Mismatch, RotaError, Timeout
-from rota.layout import flat_of
 from rota.sharding import local_of
 from rota.shared.aligned import Views
 from rota.shared.buckets import write_checked
 from rota.shared.double_buffer import DoubleBuffer, expose_slots
+from rota.shared.flat import flat_of
 from rota.shared.wire import Wire
 from rota.weights.directory import Directory, PublisherClaim
 from rota.weights.layout import (

@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie in memory, and how DDP lays a gradient in a flat bucket."""
+"""How DDP lays a gradient in a flat bucket."""
 
 from __future__ import annotations
 
@@ -23,20 +23,3 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(local):
         return flat.as_strided(local.size(), local.stride())
     return flat.view(local.size())
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its elements in their order, and nothing else."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def flat_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in one dimension: its own memory if that is flat, else a copy."""
-    values = tensor.resolve_conj().resolve_neg().contiguous()
-    # A single element is contiguous with any stride, which view() keeps and view(dtype) refuses.
-    return values.as_strided((values.numel(),), (1,))
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of flat_of(), as uint8."""
-    return flat_of(tensor).view(torch.uint8)
