@@ -123,12 +123,12 @@ class Directory:
 
         return self._claims.agree(own, deadline, check, "publish", "not started again")
 
-    def announce(self, claims: list[PublisherClaim]) -> None:
-        """Shows readers the publishers."""
+    def set_current(self, claims: list[PublisherClaim]) -> None:
+        """Shows readers the publishers, of which the first version is whole."""
         self._store.set("current", json.dumps([asdict(claim) for claim in claims]))
 
     def current(self) -> list[PublisherClaim] | None:
-        """The publishers that have been announced last."""
+        """The publishers that readers were shown last."""
         text = self._claims.read("current")
         return None if text is None else [PublisherClaim.of(fields) for fields in json.loads(text)]
 

@@ -122,7 +122,7 @@ class Publisher:
         started.buffers.finish(number)
         self._number, self._version = number, version
         if number == 1 and self._rank == 0:
-            self._directory.announce(started.claims)
+            self._directory.set_current(started.claims)
 
     def _start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
         try:

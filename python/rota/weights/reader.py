@@ -184,7 +184,7 @@ class Reader:
         return version, dict(into)
 
     def _connect(self, deadline: float) -> _Source:
-        """The publishers that have been announced last, or those before if these cannot be opened.
+        """The current publishers, or those before if these cannot be opened.
 
         Raises:
             rota.Timeout: nothing was published before the deadline.
@@ -196,12 +196,12 @@ class Reader:
             return self._source
         claims: list[PublisherClaim] | None = None
 
-        def are_announced() -> bool:
+        def are_there() -> bool:
             nonlocal claims
             claims = self._directory.current()
             return claims is not None
 
-        if not poll(are_announced, deadline) or claims is None:
+        if not poll(are_there, deadline) or claims is None:
             raise Timeout(
                 f"rota.WeightStore.pull: waited in vain for a first version of weights "
                 f"{self._name!r}; is there a publisher, with the same store and name?"
@@ -210,7 +210,7 @@ class Reader:
         return self._source
 
     def _successor(self, source: _Source, deadline: float) -> _Source | None:
-        """Publishers that have been announced since, if they can be opened."""
+        """Publishers that have come since, if they can be opened."""
         try:
             claims = self._directory.current()
             if claims is None or [claim.token for claim in claims] == source.tokens:

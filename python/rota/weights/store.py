@@ -45,20 +45,20 @@ class WeightStore:
         rank: which publisher this is, from 0 on; None is a reader.
         num_publishers: how many there are. Readers need not know.
         group: gives a publisher its rank and num_publishers; any process group, on any backend.
-        shards: Of a publisher: the place of plain tensors that are parts of larger ones. Others are
-            whole; DTensors know their place. Of a reader: the names to pull, and of each a
-            WeightShard, or a tensor like the one that is wanted (dtype and shape are checked; a
-            DTensor's placements apply). None pulls everything, whole.
-        wire_dtype: of a publisher: stores tensors of a wider float dtype rounded to this one, once
-            and to nearest: float16, bfloat16, float8_e4m3fn or float8_e5m2. float64 is rounded to
+        shards: a publisher's give the place of plain tensors that are parts of larger ones; others
+            are whole, and DTensors know their place. A reader's give the names to pull, with a
+            WeightShard for each, or a tensor like the one that is wanted (dtype and shape are
+            checked; a DTensor's placements apply). None pulls everything, whole.
+        wire_dtype: a publisher stores tensors of a wider float dtype rounded to this one, once and
+            to nearest: float16, bfloat16, float8_e4m3fn or float8_e5m2. float64 is rounded to
             float32 first. Readers get the dtype that was published.
         block_scaling: of wire_dtype, as in `rota.HookState`: every 32 (float8_e4m3fn) or 64
             elements get a scale of their own.
         timeout: of each publish() and pull(); None is that of the group or the store.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together. Of a publisher, the others raise
-            rota.TransportError in their first publish(), which names it.
+        TypeError, ValueError: arguments that do not fit together. If a publisher raises, the others
+            raise rota.TransportError in their first publish(), which names it.
 
     Example:
         >>> store = dist.TCPStore("localhost", 29500, is_master=rank == 0)
