@@ -14,7 +14,7 @@ import torch.distributed as dist
 import rota
 from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended, watched
 from ranks import Rank, Ranks, error_of, on_ranks, run_ranks
-from rota.checkpoint.replicas import holders_of
+from rota.checkpoint.replicas import replica_holders
 from rota.checkpoint.session import RankClaim
 from rota.engine import Engine
 from test_elastic_checkpoint_failures import die_at
@@ -45,7 +45,7 @@ def claims_on(hosts: str) -> list[RankClaim]:
     ],
 )
 def test_replicas_lie_on_the_next_host(hosts: str, holders: dict[int, int]) -> None:
-    assert holders_of(claims_on(hosts)) == holders
+    assert replica_holders(claims_on(hosts)) == holders
 
 
 def save(rank: Rank, job: str, hosts: str, num_steps: int) -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from rota import _C, options
 from rota.engine import engine_chooser
 from rota.errors import RotaError
-from rota.options import check_inter
 from rota.rendezvous.groups import check_group, member_group, qualified_name
 from rota.rendezvous.joint import JointSteps
 
@@ -84,7 +83,7 @@ class Communicator(_C.Communicator):
             timeout = steps.take_timeout(timeout)
             if not isinstance(slot_bytes, int):
                 raise TypeError(f"rota.Communicator: slot_bytes is {slot_bytes!r}, expected an int")
-            check_inter("rota.Communicator", inter_wire_dtype, inter_block_scaling)
+            options.check_inter("rota.Communicator", inter_wire_dtype, inter_block_scaling)
             check_group("rota.Communicator", "engine", engine)
             super().__init__(
                 store=steps.store,

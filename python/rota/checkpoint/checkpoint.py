@@ -24,7 +24,7 @@ from rota.checkpoint import disk
 from rota.checkpoint.contents import WHAT, Contents, match
 from rota.checkpoint.holdings import Holdings
 from rota.checkpoint.link import KeeperLink, KeeperLost
-from rota.checkpoint.replicas import Exchange, holders_of
+from rota.checkpoint.replicas import Exchange, replica_holders
 from rota.checkpoint.session import RankClaim, Session, Sessions, token_of
 from rota.checkpoint.version import Identity, Version, write_version
 from rota.engine import engine_chooser
@@ -395,7 +395,7 @@ class Checkpoint:
         held = on_disk if call == "load_from_disk" else self._holdings.identities()
         claim = RankClaim(self._rank, self._world_size, call, held)
         session = self._sessions.begin(claim, deadline, partial(_left, self._link))
-        self._holder_of = holders_of(session.claims) if self._replicate else {}
+        self._holder_of = replica_holders(session.claims) if self._replicate else {}
         if self._holder_of:
             # Gloo's last connection is complete on one rank before it is on the other. Without this
             # step, a rank that finds nothing to load could end while others still connect, and

@@ -17,12 +17,12 @@ from typing import Any
 
 from rota import _C
 from rota.checkpoint import keeper
+from rota.checkpoint.contents import WHAT
 from rota.errors import Mismatch, RotaError, Timeout, TransportError
 
 # How long a process that was killed may take to end, before its rank is given to another.
 END_S = 5.0
 POLL_S = 0.01
-WHAT = "rota.checkpoint.Checkpoint"
 
 
 class KeeperLost(Exception):

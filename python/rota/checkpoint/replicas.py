@@ -27,7 +27,7 @@ LENGTH_TAG, DATA_TAG, HEAD_TAG = range(3)
 MakeRoom = Callable[[int, int], Memory]
 
 
-def holders_of(claims: Sequence[RankClaim]) -> dict[int, int]:
+def replica_holders(claims: Sequence[RankClaim]) -> dict[int, int]:
     """Which rank holds the replica of each; empty if all ranks are on one host."""
     ranks: dict[str, list[int]] = {}
     for claim in claims:

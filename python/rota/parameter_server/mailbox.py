@@ -16,8 +16,7 @@ from rota.parameter_server.setup import PushLayout
 from rota.shared.double_buffer import NUM_SLOTS, expose_slots
 
 # Words of a mailbox; server.py has the table.
-PUSHED, LEFT, LOOKED, ASKED = range(4)
-NUM_WORDS = 4
+PUSHED, LEFT, LOOKED, ASKED, NUM_WORDS = range(5)
 
 
 class Mailbox:

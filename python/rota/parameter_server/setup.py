@@ -65,7 +65,6 @@ class PushLayout:
     def __init__(
         self, shapes: Sequence[torch.Size], num_servers: int, wire: Wire, keeps_base: bool
     ) -> None:
-        self.shapes = list(shapes)
         self.wire = wire
         self.keeps_base = keeps_base
         numbers = assign([shape.numel() for shape in shapes], num_servers)
