@@ -96,7 +96,7 @@ def trial(scenario: str, num_ranks: int, ballast_bytes: int = GIGABYTE // 4) -> 
     return {rank: (heard - event) / 1e6 for rank, (_, heard) in replies.items()}
 
 
-# Of two simulated hosts.
+# There are two simulated hosts.
 RANKS_PER_HOST = (2, 2)
 VICTIM = 3
 SURVIVORS = (0, 1)  # on the other host

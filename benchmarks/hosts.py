@@ -59,7 +59,7 @@ BACKENDS = (TCP, GLOO, "rota")
 WIRE_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 UNLIMITED = "none"
 MIB = 1 << 20
-# Of the buffers behind a send or recv; the kernel sizes those of the sockets.
+# The size of the buffers behind a send or recv; the kernel sizes those of the sockets.
 CHUNK_BYTES = 1 << 20
 
 

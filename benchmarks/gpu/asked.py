@@ -11,8 +11,8 @@ from typing import Any
 
 Row = dict[str, Any]
 LARGE_BYTES = 64 << 20
-# Of the fused turn: rota's entry, the one that it is compared with, and how many times faster it
-# is to be.
+# The goals of the fused turn: rota's entry, the one that it is compared with, and how many times
+# faster it is to be.
 SPEEDUPS = (
     ("rota pack, unpack", "torch hook, unscale, clip", 3),
     ("rota pack, unpack, clip in place", "torch hook, unscale, clip", 3),

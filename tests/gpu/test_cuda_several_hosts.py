@@ -38,7 +38,7 @@ of_every_layout = pytest.mark.parametrize(
 )
 
 TILE = 512
-# Around parts of one tile and of several: each rail and host has one. Of the last, all parts are
+# Around parts of one tile and of several: each rail and host has one. All parts of the last are
 # whole tiles in every layout, so results arrive in the tensor.
 SIZES = (0, 1, 513, 2049, 20_001, 12 * TILE)
 

@@ -91,7 +91,7 @@ def _ended(group: dist.ProcessGroup) -> dist.Store:
     return store_of(group, "hook_errors")
 
 
-# Of each group; dropped with it.
+# One for each group, dropped with it.
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
 
 

@@ -1,6 +1,6 @@
 """Local SGD: decides what is synchronised when, and must not know how.
 
-The difference of a parameter is the gradient of a float32 copy of it. So reduction.py reduces it,
+The difference of a parameter is the gradient of a float32 copy of it. So gradients/ reduces it,
 with all options of a HookState, and any optimizer can step the copy.
 """
 
@@ -162,6 +162,12 @@ class LocalSGD:
     @property
     def _name(self) -> str:
         return f"rota.{type(self).__name__}"
+
+    @torch.no_grad()
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        local = local_of(tensor.detach())
+        local = torch.view_as_real(local) if local.is_complex() else local
+        self.state.communicator.broadcast(local, 0)
 
     # ---- the training loop
 
@@ -328,11 +334,6 @@ class LocalSGD:
             for synced in self._synced
         }
 
-    # ---- what a subclass adds
-
-    def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
-        check_arguments(self._name, self, module, num_tensors)
-
     def _check_at_rest(self, method: str) -> None:
         if self._in_flight is not None:
             raise RuntimeError(
@@ -341,16 +342,15 @@ class LocalSGD:
                 f"after sync() on every rank"
             )
 
+    # ---- what a subclass adds
+
+    def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
+        check_arguments(self._name, self, module, num_tensors)
+
     def _other_arguments(self) -> dict[str, str]:
-        """What a subclass compares between ranks, by name, once more."""
+        """What a subclass also compares between ranks, by name."""
         return {}
 
     def _agreed(self) -> dict[str, float]:
         """What ranks must have alike at each outer step, by name."""
         return {"step": self.num_steps}
-
-    @torch.no_grad()
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        local = local_of(tensor.detach())
-        local = torch.view_as_real(local) if local.is_complex() else local
-        self.state.communicator.broadcast(local, 0)
