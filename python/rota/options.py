@@ -40,15 +40,13 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"rota.HookState: {name} is {value!r}, expected True or False")
 
 
-def check_wire(wire_dtype: object, block_scaling: bool) -> None:
+def check_wire(caller: str, wire_dtype: object, block_scaling: bool) -> None:
     if wire_dtype not in _WIRE_DTYPES:
-        raise TypeError(
-            f"rota.HookState: wire_dtype is {wire_dtype!r}, expected one of {_WIRE_DTYPES}"
-        )
+        raise TypeError(f"{caller}: wire_dtype is {wire_dtype!r}, expected one of {_WIRE_DTYPES}")
     if block_scaling and wire_dtype not in _NARROW_DTYPES:
         raise ValueError(
-            f"rota.HookState: block_scaling is for {_NARROW_DTYPES}; {wire_dtype} has the range "
-            f"of float32 without it, leave it out"
+            f"{caller}: block_scaling is for {_NARROW_DTYPES}; {wire_dtype} has the range of "
+            f"float32 without it, leave it out"
         )
 
 

@@ -146,9 +146,10 @@ class HookState:
                 ("error_feedback", error_feedback),
             ):
                 options.check_flag(name, flag)
-            options.check_wire(wire_dtype, in_blocks)
+            options.check_wire("rota.HookState", wire_dtype, in_blocks)
             if inter_wire_dtype is not None:
-                options.check_wire(inter_wire_dtype, options.scales_blocks(inter_wire_dtype))
+                between = options.scales_blocks(inter_wire_dtype)
+                options.check_wire("rota.HookState", inter_wire_dtype, between)
             options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
             options.check_factor("loss_scale", loss_scale)
             options.check_seed("rota.HookState", seed)

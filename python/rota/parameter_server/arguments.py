@@ -128,10 +128,7 @@ def check_wire(
 ) -> torch.dtype | None:
     """The dtype to round to; None if nothing is rounded."""
     if wire_dtype is not None:
-        try:
-            options.check_wire(wire_dtype, block_scaling)
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace("rota.HookState", _NAME)) from None
+        options.check_wire(_NAME, wire_dtype, block_scaling)
     if wire_dtype in (None, torch.float32):
         if block_scaling or error_feedback:
             raise ValueError(
