@@ -204,7 +204,8 @@ def override_unscaling(scaler: type[torch.amp.GradScaler], unscale: Callable[...
 
 
 def unscale(scaler: torch.amp.GradScaler, *args: Any) -> dict[torch.device, torch.Tensor]:
-    """What a scaler does that overrides nothing."""
+    """As a scaler that overrides nothing. Without it, gradients that no hook has reduced stay
+    scaled."""
     return torch.amp.GradScaler._unscale_grads_(scaler, *args)
 
 

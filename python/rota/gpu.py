@@ -19,12 +19,15 @@ else:
     _GradientBucket = getattr(_C, "GradientBucket", object)
 
 
+CPU_BUILD = (
+    "this build of rota is for the CPU; build it anew where nvcc and a CUDA build of torch are "
+    "(ROTA_CUDA=1 pip install --no-build-isolation .)"
+)
+
+
 def _check_build(what: str) -> None:
     if not _C.cuda_archs():
-        raise RuntimeError(
-            f"rota.{what}: this build of rota is for the CPU; build it anew where nvcc and a CUDA "
-            f"build of torch are (ROTA_CUDA=1 pip install --no-build-isolation .)"
-        )
+        raise RuntimeError(f"rota.{what}: {CPU_BUILD}")
     _C.cuda_devices()  # raises if there is no GPU, and says why
 
 

@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -373,12 +372,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.close(keep=error is not None)
 
     # ---- sessions ----

@@ -22,6 +22,7 @@ import torch
 
 import rota
 from rota import _C
+from rota.gpu import CPU_BUILD
 
 _FORMAT_VERSION = 1
 _NEEDED_BYTES = 256 << 20  # the kernels and the self-test's tensors, with room for allocators
@@ -76,10 +77,7 @@ def run(output: Path) -> int:
 
 def _find_gpu() -> torch.device:
     if not _C.cuda_archs():
-        raise Refusal(
-            "this build of rota is for the CPU; build it anew where nvcc and a CUDA build of torch "
-            "are (ROTA_CUDA=1 pip install --no-build-isolation .)"
-        )
+        raise Refusal(CPU_BUILD)
     try:
         _C.cuda_devices()
     except rota.TransportError as error:

@@ -1,4 +1,6 @@
-"""The process group that a user hands over, and the count of what is made over it."""
+"""The process group that a user hands over: the names of what is made over it, in which
+generation (rota.elastic), and who knows that a rank has ended.
+"""
 
 from __future__ import annotations
 
