@@ -247,9 +247,7 @@ class ModulePart(Part):
     def restore(self, volatile: Any) -> None:
         values_by_module, extra = volatile
         for module in self.target.modules():
-            for key in (
-                dict(_torch.buffers_of(module)).keys() - self._buffers.get(module, {}).keys()
-            ):
+            for key in _torch.buffers_of(module).keys() - self._buffers.get(module, {}).keys():
                 del _torch.buffers_of(module)[key]
         for (module, buffers), values in zip(self._buffers.items(), values_by_module, strict=True):
             for (key, buffer), value in zip(buffers.items(), values, strict=True):

@@ -75,9 +75,8 @@ def merged(saves: Iterable[Save], names: Sequence[str]) -> dict[str, Any]:
     states: dict[int, dict[str, Any]] = {}
     options: dict[int, dict[str, Any]] = {}
     for save in saves:
-        values |= {
-            number: value.clone() for number, value in save.values.items()
-        }  # own memory each
+        # Each gets memory of its own.
+        values |= {number: value.clone() for number, value in save.values.items()}
         states |= save.states or {}
         options |= save.options or {}
 
