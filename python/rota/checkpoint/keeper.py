@@ -53,7 +53,7 @@ MAX_DESCRIPTORS = 2  # of one packet
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def send_packet(connection: socket.socket, content: object, fds: Sequence[int] = ()) -> None:
+def send_packet(connection: socket.socket, content: object, fds: Sequence[int]) -> None:
     socket.send_fds(connection, [json.dumps(content).encode()], fds)
 
 

@@ -205,7 +205,7 @@ class KeeperLink:
             raise TransportError(f"{WHAT}: the keeper (pid {self.pid}) refuses: {answer['error']}")
         return answer, answer_fds
 
-    def _exchange(self, request: dict[str, Any], fds: Sequence[int] = ()) -> tuple[Any, list[int]]:
+    def _exchange(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[Any, list[int]]:
         if self._socket is None:
             raise KeeperLost
         try:

@@ -22,7 +22,7 @@ class Pauses:
         last_s: what pauses grow to.
     """
 
-    def __init__(self, deadline: float, last_s: float = LAST_POLL_S) -> None:
+    def __init__(self, deadline: float, last_s: float) -> None:
         self._deadline = deadline
         self._last_s = last_s
         self._next_s = POLL_S

@@ -63,7 +63,7 @@ class Directory:
     """
 
     def __init__(
-        self, store: dist.Store, name: str, why_ended: Callable[[int], str] | None = None
+        self, store: dist.Store, name: str, why_ended: Callable[[int], str] | None
     ) -> None:
         self._name = name
         self._store = dist.PrefixStore(f"rota/weights/{name}", store)
