@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rota import _torch
-from rota.errors import RotaError
+from rota.errors import RotaError, TransportError
 from rota.rendezvous.polling import poll
 
 if TYPE_CHECKING:
@@ -28,6 +28,15 @@ class Engine(NamedTuple):
     problem: str  # why this rank cannot use it, or empty
     connect: ConnectEngine
     for_cuda: Backend | None  # carries CUDA tensors; None: they go through the host's memory
+
+    def connected(self, what: str, store: dist.Store) -> Backend:
+        """For what Python makes over it; collective. Raises ValueError or rota.TransportError."""
+        if self.problem:
+            raise ValueError(f"{what}: {self.problem}")
+        backend, problem = self.connect(store)
+        if backend is None:
+            raise TransportError(f"{what}: {problem}")
+        return backend
 
 
 # Given rank and world_size.

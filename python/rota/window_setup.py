@@ -153,12 +153,8 @@ class _Services:
         if len(numbers) == 1 and numbers != {-1}:
             return _services[self._key][1]
         choose = engine_chooser(self._engine, timeout, steps.check_all)
-        _, problem, connect, _ = choose(steps.rank, steps.world_size)
-        if problem:
-            raise ValueError(f"rota.Window: {problem}")
-        backend, problem = connect(dist.PrefixStore("engine", steps.store))
-        if backend is None:
-            raise TransportError(f"rota.Window: {problem}")
+        engine = choose(steps.rank, steps.world_size)
+        backend = engine.connected("rota.Window", dist.PrefixStore("engine", steps.store))
         service = _C.WindowService(backend, hosts, steps.rank, number)
         _services[self._key] = number, service
         return service

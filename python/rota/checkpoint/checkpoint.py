@@ -400,12 +400,7 @@ class Checkpoint:
 
     def _connect(self, session: Session) -> Exchange:
         store = dist.PrefixStore(f"engine/{session.token}", self._sessions.store)
-        _, problem, connect, _ = self._choose_engine(self._rank, self._world_size)
-        if problem:
-            raise ValueError(f"{WHAT}: {problem}")
-        engine, problem = connect(store)
-        if engine is None:
-            raise TransportError(f"{WHAT}: {problem}")
+        engine = self._choose_engine(self._rank, self._world_size).connected(WHAT, store)
         return Exchange(engine, lambda rank: session.claims[rank].who, self._timeout)
 
     def _run(self, session: Session, part: Callable[[], T], deadline: float, step: int = -1) -> T:
