@@ -146,7 +146,7 @@ class Traffic:
 
     @classmethod
     def now(cls) -> Traffic:
-        """That of the host in which the calling thread is."""
+        """The traffic of the host in which the calling thread is."""
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         fields = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:")).split()
         return cls(sent=int(fields[9]), received=int(fields[1]))  # proc_pid_net(5)

@@ -59,7 +59,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def timeout_of(backend: Backend) -> timedelta | None:
-    """That of its options, if it has any. Without it, timeouts are the store's."""
+    """The timeout in its options, if it has any. Without it, timeouts are the store's."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
@@ -69,7 +69,7 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """Those of this process. Without it, groups outlive their generation."""
+    """The groups of this process. Without it, groups outlive their generation."""
     return list(dist.distributed_c10d._world.pg_map)
 
 

@@ -30,7 +30,11 @@ class Engine(NamedTuple):
     for_cuda: Backend | None  # carries CUDA tensors; None: they go through the host's memory
 
     def connected(self, what: str, store: dist.Store) -> Backend:
-        """For what Python makes over it; collective. Raises ValueError or rota.TransportError."""
+        """The backend, for what Python makes over it. Collective.
+
+        Raises:
+            ValueError, rota.TransportError: it cannot be used, or cannot connect the hosts.
+        """
         if self.problem:
             raise ValueError(f"{what}: {self.problem}")
         backend, problem = self.connect(store)

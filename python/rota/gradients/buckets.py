@@ -39,13 +39,13 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Those of a model's buckets."""
+    """The entries of a model's buckets."""
 
     def __init__(self) -> None:
         self._by_first: dict[int, Entry] = {}  # by id() of the first parameter
 
     def of(self, parameters: Sequence[torch.Tensor]) -> Entry | None:
-        """That of the bucket with exactly these parameters."""
+        """The entry of the bucket with exactly these parameters."""
         entry = self._by_first.get(id(parameters[0]))
         return entry if entry is not None and entry.holds(parameters) else None
 

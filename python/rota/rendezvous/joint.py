@@ -67,7 +67,7 @@ class JointSteps:
 
     @classmethod
     def over(cls, pg: Ranks, what: str, name: str = "") -> JointSteps:
-        """For the next of these that all ranks of a group make, in the same order.
+        """Steps for the next of these that all ranks of a group make, in the same order.
 
         Passes over those for which other ranks have waited in vain. This one may have failed before
         it counted, as in a call with an unknown argument, and the next try of all ranks must meet.
@@ -121,7 +121,7 @@ class JointSteps:
         try:
             return self._wait_for_all(deadline)
         except BaseException as error:
-            # That a rank has ended each finds by itself.
+            # Each rank finds by itself that another has ended.
             if self._tells_of_waits and not isinstance(error, PeerFailed):
                 self._tell(error, in_vain=True)
             raise
