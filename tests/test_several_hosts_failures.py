@@ -52,7 +52,9 @@ def reduce_until_error(comm: rota.Communicator) -> tuple[str, str, float]:
 def lose_a_rank(rank: Rank, victim: int) -> tuple[str, str, float]:
     comm = connect(rank)
     comm.barrier()
+    rank.tell()
     if rank.rank == victim:
+        rank.hear()  # all have left the barrier, which the failure of a later call would end, too
         os.kill(os.getpid(), signal.SIGKILL)
     result = reduce_until_error(comm)
     time.sleep(1)  # a rank that ends takes its connections with it
@@ -62,6 +64,8 @@ def lose_a_rank(rank: Rank, victim: int) -> tuple[str, str, float]:
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_hosts_hear_of_a_killed_rank(victim: int) -> None:
     with Ranks(4, lose_a_rank, victim, timeout_s=40) as ranks:
+        ranks.hear_all()
+        ranks.tell(victim)
         results = ranks.results(killed={victim})
     for rank in sorted({0, 1, 2, 3} - {victim}):
         error, text, seconds = results[rank]
