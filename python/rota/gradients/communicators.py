@@ -30,7 +30,7 @@ class _Shared:
         self._communicator: Communicator | None = None
         self._engine: dist.ProcessGroup | None = None
         self._has_failed = False  # the reduction under way, while there is no communicator
-        self._has_told = False  # of the error that is being raised
+        self._told = ""  # the last reason that communicator() has passed on itself
 
     def communicator(
         self, group: dist.ProcessGroup, engine: dist.ProcessGroup | None
@@ -44,7 +44,7 @@ class _Shared:
                 + "; all hooks of a group share it: pass the engine to the first one that runs"
             )
             self._end(group, made, reason)
-            self._has_told = True
+            self._told = reason
             raise ValueError(reason)
         if not _bucket.is_later:
             self._begin(group)
@@ -64,8 +64,7 @@ class _Shared:
 
     def tell(self, group: dist.ProcessGroup, reason: str) -> None:
         """Makes the other ranks' calls fail with this reason."""
-        if self._has_told:
-            self._has_told = False
+        if reason == self._told:
             return
         if not _bucket.is_later:
             self._begin(group)
