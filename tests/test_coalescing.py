@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,31 @@ def test_block_that_an_exception_leaves_is_at_its_end(rank: Rank) -> None:
     kinds = [kind for kind, _ in errors]
     assert kinds[:3] == ["ValueError", "ValueError", "TypeError"], errors
     assert kinds[3] == "Stop" and "nothing" not in kinds[4:], errors
+
+
+@on_ranks(2)
+def test_other_threads_calls_are_no_part_of_a_block(rank: Rank) -> None:
+    rank.init()
+    backend = dist.group.WORLD._get_backend(CPU)  # type: ignore[union-attr]
+    ones, inputs = torch.ones(3), torch.zeros(3)
+
+    def call_beside() -> None:
+        for _ in range(2):
+            backend.broadcast([ones], dist.BroadcastOptions()).wait()
+        error = error_of(lambda: backend.broadcast([ones.expand(2, 3)], dist.BroadcastOptions()))
+        check_error(error, "ValueError", "rota.broadcast")
+        check_error(error_of(backend._end_coalescing), "RuntimeError", "without startCoalescing")
+        backend._start_coalescing()
+        backend.allreduce([ones], dist.AllreduceOptions())
+        backend._end_coalescing().wait()
+
+    for _ in range(2):
+        backend._start_coalescing()
+        backend.broadcast([inputs], dist.BroadcastOptions())
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(call_beside).result()
+        backend._end_coalescing().wait()
+    assert ones.tolist() == [4.0] * 3
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@
 #include "base/timeout.h"
 #include "schedule/direct.h"
 #include "tensor/errors.h"
+#include "tensor/gil.h"
 #include "tensor/heap_tensor.h"
 #include "tensor/joint_work.h"
 #include "tensor/tensor_checks.h"
@@ -201,8 +202,21 @@ WorkPtr ProcessGroupRota::call_in(Block& block, Issue& issue) {
 }
 
 ProcessGroupRota::Block* ProcessGroupRota::block() {
-  if (coalescing_ && coalescing_->is_left) start_transfers(*std::exchange(coalescing_, nullptr));
-  return coalescing_.get();
+  if (num_blocks_ == 0) return nullptr;
+  Block* const block = [&]() -> Block* {
+    const GilFreeLock lock(blocks_mutex_);
+    const auto found = blocks_.find(std::this_thread::get_id());
+    return found == blocks_.end() ? nullptr : found->second.get();
+  }();
+  if (block == nullptr || !block->is_left) return block;
+  start_transfers(*end_block());
+  return nullptr;
+}
+
+std::shared_ptr<ProcessGroupRota::Block> ProcessGroupRota::end_block() {
+  const GilFreeLock lock(blocks_mutex_);
+  --num_blocks_;
+  return std::move(blocks_.extract(std::this_thread::get_id()).mapped());
 }
 
 WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
@@ -247,12 +261,14 @@ void ProcessGroupRota::startCoalescing() {
       if (const auto block = weak.lock()) block->is_left = true;
     });
   }
-  coalescing_ = begun;  // unless the block is refused
+  const GilFreeLock lock(blocks_mutex_);
+  blocks_[std::this_thread::get_id()] = begun;  // unless the block is refused
+  ++num_blocks_;
 }
 
 WorkPtr ProcessGroupRota::endCoalescing() {
   TORCH_CHECK(block() != nullptr, "rota: endCoalescing() without startCoalescing()");
-  const auto block = std::exchange(coalescing_, nullptr);
+  const auto block = end_block();
   start_transfers(*block);
   if (block->error) std::rethrow_exception(block->error);
   return c10::make_intrusive<JointWork>(getRank(), std::move(block->works));

@@ -4,9 +4,13 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "c10d/delegate.h"
@@ -92,8 +96,8 @@ class ProcessGroupRota final : public ::c10d::Backend {
 
   // The works of all calls between the two become one. An error of such a call is thrown by
   // endCoalescing() in its place, since torch's manager has no `finally`; the other calls go on.
-  // Other exceptions leave the block, which ends then (BackendOptions::watch_block). For one thread
-  // at a time, as in torch.
+  // Other exceptions leave the block, which ends then (BackendOptions::watch_block). A block is its
+  // thread's: what other threads call meanwhile is no part of it.
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -150,11 +154,12 @@ class ProcessGroupRota final : public ::c10d::Backend {
     };
     std::vector<Transfer> transfers;
     std::vector<WorkPtr> works;
-    std::exception_ptr error;  // the first one
-    bool is_left = false;      // by an exception
+    std::exception_ptr error;           // the first one
+    std::atomic<bool> is_left = false;  // by an exception, as Python finds in whatever thread
   };
-  // Null outside of a block.
+  // This thread's; null outside of a block.
   Block* block();
+  std::shared_ptr<Block> end_block();
 
   // Counts a call, and returns the work that issue() returns, which belongs to the block if there
   // is one. All checks of a call are in issue().
@@ -184,7 +189,9 @@ class ProcessGroupRota final : public ::c10d::Backend {
   std::atomic<uint64_t> num_calls_{0};
   std::string last_split_name_;  // unique; a group without a name is not kept
   std::optional<c10::weak_intrusive_ptr<Backend>> last_split_;
-  std::shared_ptr<Block> coalescing_;
+  std::mutex blocks_mutex_;
+  std::map<std::thread::id, std::shared_ptr<Block>> blocks_;  // guarded by it
+  std::atomic<int> num_blocks_{0};  // a thread reads its own changes, which are all that it needs
 };
 
 }  // namespace rota::c10d_backend
