@@ -50,6 +50,7 @@ help:
 	@echo "make clean       remove what the other targets made"
 
 $(VENV)/.packages: pyproject.toml
+	@echo "rota: installing torch and the tools into $(VENV)"
 	python3 -m venv $(VENV)
 	$(PYTHON) $(PIP) install "setuptools>=64" wheel ninja $(TORCH)
 	$(REQUIREMENTS) dev bench examples trainers > $(VENV)/requirements.txt
@@ -57,6 +58,7 @@ $(VENV)/.packages: pyproject.toml
 	touch $@
 
 $(VENV)/.built: $(VENV)/.packages setup.py $(SOURCES)
+	@echo "rota: compiling the extension, 2 minutes of one core if all is new"
 	$(PYTHON) $(PIP) install --no-build-isolation --no-deps --editable .
 	touch $@
 

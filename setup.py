@@ -157,6 +157,8 @@ CXX_FLAGS = [
     "-ffp-contract=off",
     "-fwrapv",
     "-fvisibility=hidden",
+    # g++ inlines less in a large unit, by default, than it would in each file of it.
+    "--param=inline-unit-growth=1000",
     "-Wall",
     "-Wextra",
     "-Wno-missing-field-initializers",  # designated initialisers leave defaults to the struct
@@ -190,25 +192,75 @@ def nvcc_flags() -> list[str]:
     ]
 
 
-def sources(*suffixes: str, without: str | None = None) -> list[str]:
-    """In the order of the suffixes, which is the order in which they are compiled."""
-    return [
-        str(path)
-        for suffix in suffixes
-        for path in sorted(Path("csrc").rglob(f"*{suffix}"))
-        if without is None or not path.is_relative_to(without)
-    ]
+CSRC = Path("csrc")
+# The folders whose .cpp files are compiled as one, by the unit's name, what takes longest first, to
+# keep all cores busy. Reading torch's headers takes each run of the compiler 10 seconds, and their
+# templates some more; all lines of tensor/ take it 15.
+UNITS = {
+    "python": (".", "c10d"),
+    "tensor": ("tensor", "tensor/hosts"),
+    "hosts": ("hosts",),
+    "core": ("core",),
+    "cpu": ("cpu",),
+    "transport": ("base", "schedule", "transport", "cuda"),
+}
+CUDA_UNITS = {"tensor_cuda": ("tensor/cuda",), **UNITS}
+# Files of these folders that are compiled alone: each instruction set has flags of its own, and one
+# file of cuda/ differs between builds.
+ALONE = ["cpu/element_loops_*.cpp", "cuda/without_cuda.cpp"]
+
+
+def units() -> dict[Path, list[Path]]:
+    """The file of each unit, and the sources that it includes."""
+    alone = alone_sources()
+    return {
+        Path("build/units") / f"{name}.cpp": [
+            path
+            for folder in folders
+            for path in sorted((CSRC / folder).glob("*.cpp"))
+            if path not in alone
+        ]
+        for name, folders in (CUDA_UNITS if IS_CUDA_BUILD else UNITS).items()
+    }
+
+
+def alone_sources() -> list[Path]:
+    return [path for pattern in ALONE for path in sorted(CSRC.glob(pattern))]
+
+
+def sources() -> list[str]:
+    """In the order in which they are compiled."""
+    kernels = sorted(CSRC.rglob("*.cu")) if IS_CUDA_BUILD else []
+    return [str(path) for path in (*kernels, *units(), *alone_sources())]
+
+
+def write_units() -> None:
+    """Leaves a file alone that is as it should be, so that its unit is not compiled anew."""
+    for unit, parts in units().items():
+        text = "".join(f'#include "{part.relative_to(CSRC)}"\n' for part in parts)
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+
+
+class BuildUnits(BuildExtension):
+    """Compiles what write_units() has written."""
+
+    def run(self) -> None:
+        write_units()
+        print(f"rota: compiling what is new of {len(sources())} files", flush=True)
+        super().run()
 
 
 # The first identifies the build (csrc/base/build_id.h); not every linker adds it by default. The
 # second is for compilers that link libstdc++ statically: mixed with that of torch, it crashes or
 # hangs in the first stream or lock that is used.
 LINK_FLAGS = ["-Wl,--build-id=sha1", "-Wl,--exclude-libs,libstdc++.a"]
-INCLUDE_DIRS = [str(Path("csrc").resolve())]
+INCLUDE_DIRS = [str(CSRC.resolve())]
 if IS_CUDA_BUILD:
     extension = CUDAExtension(
         "rota._C",
-        sources(".cu", ".cpp"),  # longest compilations first, to keep all cores busy
+        sources(),
         include_dirs=INCLUDE_DIRS,
         define_macros=[("ROTA_WITH_CUDA", None)],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc_flags()},
@@ -217,7 +269,7 @@ if IS_CUDA_BUILD:
 else:
     extension = CppExtension(
         "rota._C",
-        sources(".cpp", without="csrc/tensor/cuda"),
+        sources(),
         include_dirs=INCLUDE_DIRS,
         extra_compile_args=CXX_FLAGS,
         extra_link_args=LINK_FLAGS,
@@ -243,7 +295,7 @@ setuptools.setup(
     license="BSD-3-Clause",
     ext_modules=[extension],
     package_dir={"": "python"},
-    cmdclass={"build_ext": BuildExtension, "egg_info": EggInfo},
+    cmdclass={"build_ext": BuildUnits, "egg_info": EggInfo},
     # CPU and CUDA builds must not use each other's object files.
     options={"build": {"build_base": "build/cuda" if IS_CUDA_BUILD else "build"}},
 )

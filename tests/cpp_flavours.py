@@ -55,8 +55,10 @@ SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
 # So that calls between hosts have many chunks, of which no part is short.
 SHORT_CHUNKS = (
-    Patch("hosts/hierarchical_sum.cpp", r"kChunkBytes = 2 << 20;", "kChunkBytes = 16 << 10;"),
-    Patch("hosts/hierarchical_copies.cpp", r"kChunkBytes = 1 << 20;", "kChunkBytes = 4 << 10;"),
+    Patch("hosts/hierarchical_sum.cpp", r"kSumChunkBytes = 2 << 20;", "kSumChunkBytes = 16 << 10;"),
+    Patch(
+        "hosts/hierarchical_copies.cpp", r"kCopyChunkBytes = 1 << 20;", "kCopyChunkBytes = 4 << 10;"
+    ),
     Patch("hosts/hierarchical_copies.cpp", r"kStarBytes = 64 << 10;", "kStarBytes = 256;"),
     Patch("hosts/bridge.h", r"kMaxShortBytes = 32 << 10;", "kMaxShortBytes = 256;"),
     Patch(

@@ -23,7 +23,7 @@ from oracle import (
 from ranks import Body, Rank, Ranks, as_test
 
 # Several chunks, the last of which is odd. One is 2 MiB of float32 in a sum, and 1 MiB of each
-# rank's part in a copy (kChunkBytes in csrc/hosts/).
+# rank's part in a copy (kSumChunkBytes and kCopyChunkBytes in csrc/hosts/).
 MANY_CHUNKS = 1_200_003
 STAR_BYTES = 64 << 10  # kStarBytes: a longer broadcast goes from host to host
 SHORT = 4096  # in float32 it goes with the greeting (kMaxShortBytes)

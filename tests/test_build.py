@@ -108,6 +108,11 @@ def asked_for(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+def compiled_files(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """In the order in which the compiler gets them."""
+    return re.findall(r"(?:csrc|build/units)/\S+\.\w+", asked_for(result))
+
+
 def nvcc_flags(tmp_path: Path, archs: str | None = None) -> list[str]:
     """nvcc's flags in a build with these ROTA_CUDA_ARCHS."""
     if not (tmp_path / "torch").exists():
@@ -329,8 +334,25 @@ def test_build_cuda_compiles_cpp_files_with_the_flags_of_a_build_for_the_cpu(
 def test_build_cuda_starts_with_the_files_that_take_longest(tmp_path: Path) -> None:
     make_torch(tmp_path, CUDA_TORCH)
     make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
-    suffixes = re.findall(r"csrc/\S+(\.\w+)", asked_for(run_setup(tmp_path)))
+    suffixes = [Path(file).suffix for file in compiled_files(run_setup(tmp_path))]
     assert suffixes == sorted(suffixes, key=[".cu", ".cpp"].index)
+
+
+@pytest.mark.parametrize("cuda", ["0", "1"])
+def test_build_compiles_every_source_once(cuda: str, tmp_path: Path) -> None:
+    make_torch(tmp_path, CUDA_TORCH)
+    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
+    compiled = []
+    for file in compiled_files(run_setup(tmp_path, "build_ext --inplace", ROTA_CUDA=cuda)):
+        if file.startswith("build/units/"):  # written by this run, and by real builds
+            compiled += re.findall(r'#include "(.+)"', (ROOT / file).read_text())
+        else:
+            compiled.append(file.removeprefix("csrc/"))
+    csrc = ROOT / "csrc"
+    sources = [path.relative_to(csrc).as_posix() for path in csrc.rglob("*.c[pu]*")]
+    gpus = re.compile(r"tensor/cuda/|\.cu$")
+    expected = [name for name in sources if cuda == "1" or not gpus.search(name)]
+    assert sorted(compiled) == sorted(name for name in expected if not name.endswith(".cuh"))
 
 
 def test_build_cuda_takes_archs_in_any_order(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ using schedule::Range;
 bool is_plain(const Call& call) { return call.wire.dtype == call.dtype; }
 
 // Elements that are rounded, summed and widened at a time, while they stay in the caches.
-constexpr uint64_t kBlockElems = 256;
-struct alignas(64) Block {
-  std::byte bytes[kBlockElems * sizeof(float)];  // a wire dtype other than the tensor's is no wider
+constexpr uint64_t kRoundedElems = 256;
+struct alignas(64) RoundedBlock {
+  // A wire dtype other than the tensor's is no wider than this.
+  std::byte bytes[kRoundedElems * sizeof(float)];
 };
 
 std::byte* elem_at(const Call& call, const Part& part, uint64_t elem) {
@@ -61,9 +62,9 @@ void reduce_part(const Call& call, const Buffers& buffers, const Range& range, i
   const ConvertFn widen = loops.convert(call.wire.dtype, call.dtype);
   Contribution contributions[kMaxWorldSize];
   for (size_t i = 0; i < ranks; ++i) contributions[i] = contribution_of(static_cast<int>(i));
-  Block rounded[kMaxWorldSize], sums;
-  for (uint64_t begin = 0; begin < range.num_elems; begin += kBlockElems) {
-    const uint64_t num_elems = schedule::min_of(kBlockElems, range.num_elems - begin);
+  RoundedBlock rounded[kMaxWorldSize], sums;
+  for (uint64_t begin = 0; begin < range.num_elems; begin += kRoundedElems) {
+    const uint64_t num_elems = schedule::min_of(kRoundedElems, range.num_elems - begin);
     for (size_t i = 0; i < ranks; ++i) {
       const auto [data, is_packed] = contributions[i];
       if (is_packed) {

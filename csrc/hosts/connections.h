@@ -34,6 +34,9 @@ class Connections {
   virtual MessageRef recv_from_any(void* data, size_t num_bytes, int tag) = 0;
 };
 
+// Longer than any job: for waits that only abort() may end.
+inline constexpr auto kForever = std::chrono::hours(24 * 365);
+
 using ConnectionsPtr = std::shared_ptr<Connections>;
 
 }  // namespace rota::hosts

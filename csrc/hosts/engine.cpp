@@ -4,12 +4,6 @@
 #include <utility>
 
 namespace rota::hosts {
-namespace {
-
-// Longer than any job; what waits without a timeout is ended by abort().
-constexpr auto kForever = std::chrono::hours(24 * 365);
-
-}  // namespace
 
 template <typename Start>
 Engine::Transfer Engine::start(const Start& start, int peer) {

@@ -23,12 +23,12 @@ using cpu::Part;
 using schedule::Range;
 using Transfers = std::vector<Engine::Transfer>;
 
-constexpr uint64_t kChunkBytes = 1 << 20;  // of each rank's part
+constexpr uint64_t kCopyChunkBytes = 1 << 20;  // of each rank's part
 constexpr uint64_t kStarBytes = 64 << 10;  // the longest broadcast that its root sends to all hosts
 
 // What a chunk has of a part of bytes.
 Part chunk_of_part(const Part& part, uint64_t chunk) {
-  const Range range = schedule::chunk_of(part.num_elems, kChunkBytes, chunk);
+  const Range range = schedule::chunk_of(part.num_elems, kCopyChunkBytes, chunk);
   return {at(part, range.begin), range.num_elems};
 }
 
@@ -55,7 +55,7 @@ void for_each_row(const Bridge& bridge, int host, const Body& body) {
 
 // All-gather of bytes. outputs: by rank; the own one holds the own part.
 void gather_bytes(Bridge& bridge, std::span<const Part> outputs) {
-  const uint64_t num_chunks = num_chunks_of(outputs, kChunkBytes);
+  const uint64_t num_chunks = num_chunks_of(outputs, kCopyChunkBytes);
   const auto output = [&](int rank, uint64_t chunk) {
     return chunk_of_part(outputs[static_cast<size_t>(rank)], chunk);
   };
@@ -144,7 +144,7 @@ void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data) {
   const bool is_star = call.num_bytes() <= kStarBytes;
   const int leader = leader_of(bridge.host());
   const Part whole{data, call.num_bytes()};
-  const uint64_t num_chunks = num_chunks_of({&whole, 1}, kChunkBytes);
+  const uint64_t num_chunks = num_chunks_of({&whole, 1}, kCopyChunkBytes);
 
   Transfers outgoing;
   const auto forward = [&](const Part& part) {
@@ -195,7 +195,7 @@ class ReduceScatter {
         dtype_(call.dtype),
         reducers_(bridge, call, orders),
         inputs_(buffers.inputs, static_cast<size_t>(bridge.world_size())),
-        chunk_elems_(kChunkBytes / reducers_.elem_bytes()),
+        chunk_elems_(kCopyChunkBytes / reducers_.elem_bytes()),
         to_tensor_(reducers_.to_tensor({.data = buffers.outputs->data})) {}
 
   void run() {

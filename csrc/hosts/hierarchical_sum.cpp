@@ -18,7 +18,7 @@ namespace {
 using schedule::Range;
 
 // The length for all ranks of a host, in the accumulate dtype.
-constexpr uint64_t kChunkBytes = 2 << 20;
+constexpr uint64_t kSumChunkBytes = 2 << 20;
 // A chunk's memory is used again three chunks later: one is being contributed, one summed, one
 // collected.
 constexpr uint64_t kNumPlaces = 3;
@@ -35,7 +35,7 @@ class HierarchicalSum {
         reducers_(bridge, call, orders),
         data_(static_cast<std::byte*>(buffers.data)),
         residual_(buffers.residual),
-        chunk_elems_(kChunkBytes / elem_bytes()),
+        chunk_elems_(kSumChunkBytes / elem_bytes()),
         num_chunks_(schedule::ceil_div(call.num_elems, chunk_elems_)),
         is_short_(num_chunks_ <= 1 &&
                   encoded_bytes(range_of(0)) <=

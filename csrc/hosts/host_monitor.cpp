@@ -18,8 +18,6 @@ constexpr milliseconds kSignEvery{300};
 // How soon a wait for another host ends once a rank of this host has failed.
 constexpr milliseconds kTickWhileWaiting{5};
 constexpr milliseconds kTick{20};
-// For the last words of a rank that ends.
-constexpr milliseconds kLastWords{200};
 // Signs whose sending nobody has waited for; more than a peer leaves unread before it is given up.
 constexpr size_t kMostSent = 64;
 

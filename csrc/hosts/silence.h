@@ -9,4 +9,7 @@ namespace rota::hosts {
 // number.
 std::chrono::milliseconds longest_silence();
 
+// How long a rank that ends waits until its last signs and requests are sent.
+inline constexpr std::chrono::milliseconds kLastWords{200};
+
 }  // namespace rota::hosts

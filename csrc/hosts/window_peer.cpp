@@ -10,8 +10,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Longer than any job; abort() ends the waits.
-constexpr auto kForever = std::chrono::hours(24 * 365);
 // How long a rank that owes nothing may be silent before it is asked for a sign of life.
 constexpr milliseconds kAskAfter{300};
 // Where whoever looks was held up, the thread that takes packets in may have been, too: so much

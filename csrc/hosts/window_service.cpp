@@ -7,14 +7,8 @@
 #include "hosts/tags.h"
 
 namespace rota::hosts {
-namespace {
 
 using std::chrono::milliseconds;
-
-// For the last requests of a rank that ends.
-constexpr milliseconds kLastWords{200};
-
-}  // namespace
 
 WindowService::WindowService(ConnectionsPtr connections, schedule::Hosts hosts, int rank,
                              int number)

@@ -24,7 +24,6 @@
 namespace rota::tensors {
 namespace {
 
-constexpr auto kFinishPoll = std::chrono::microseconds(100);
 constexpr int64_t kProbeBytes = 16;
 
 at::Tensor flat(const at::Tensor& contiguous) { return contiguous.view({-1}); }

@@ -9,10 +9,10 @@
 namespace rota::tensors {
 namespace {
 
-constexpr size_t kGranuleBytes = 256;  // alignment of the memory's parts
+constexpr size_t kPartAlignment = 256;
 
 size_t rounded_up(size_t num_bytes) {
-  return schedule::ceil_div(num_bytes, kGranuleBytes) * kGranuleBytes;
+  return schedule::ceil_div(num_bytes, kPartAlignment) * kPartAlignment;
 }
 
 }  // namespace

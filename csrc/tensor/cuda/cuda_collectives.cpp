@@ -18,7 +18,6 @@
 namespace rota::tensors {
 namespace {
 
-constexpr auto kFinishPoll = std::chrono::microseconds(100);
 // How long kernels of a destroyed communicator keep waiting for other ranks.
 constexpr auto kPatienceOfDropped = std::chrono::seconds(10);
 

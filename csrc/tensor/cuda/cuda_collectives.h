@@ -6,6 +6,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/FunctionRef.h>
 
+#include <chrono>
+
 #include "core/device_monitor.h"
 #include "core/joined_regions.h"
 #include "cuda/executor.h"
@@ -14,6 +16,9 @@
 #include "tensor/cuda/join_gpus.h"
 
 namespace rota::tensors {
+
+// From one look at whether kernels have ended to the next.
+inline constexpr auto kFinishPoll = std::chrono::microseconds(100);
 
 class CudaCollectives final : public Collectives {
  public:

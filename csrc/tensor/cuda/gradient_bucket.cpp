@@ -13,17 +13,17 @@
 namespace rota::tensors {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) {
+[[noreturn]] void refuse_bucket(const std::string& what) {
   throw Error(ErrorKind::kValue, "rota.GradientBucket: " + what);
 }
 
 void check_gradient(const at::Tensor& gradient, const at::Tensor& first, size_t index) {
   check_tensor(gradient, "GradientBucket", first.device());
-  if (!gradient.is_contiguous()) refuse(join("gradient ", index, " is not contiguous"));
+  if (!gradient.is_contiguous()) refuse_bucket(join("gradient ", index, " is not contiguous"));
   if (gradient.scalar_type() != first.scalar_type()) {
-    refuse(join("gradient ", index, " is of ", c10::toString(gradient.scalar_type()),
-                ", the first of ", c10::toString(first.scalar_type()),
-                "; make a bucket for each dtype"));
+    refuse_bucket(join("gradient ", index, " is of ", c10::toString(gradient.scalar_type()),
+                       ", the first of ", c10::toString(first.scalar_type()),
+                       "; make a bucket for each dtype"));
   }
 }
 
@@ -32,10 +32,10 @@ void check_gradient(const at::Tensor& gradient, const at::Tensor& first, size_t 
 GradientBucket::GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType wire_dtype,
                                bool block_scaling)
     : gradients_(std::move(gradients)) {
-  if (gradients_.empty()) refuse("the list of gradients is empty");
+  if (gradients_.empty()) refuse_bucket("the list of gradients is empty");
   const at::Tensor& first = gradients_[0];
   if (!first.defined() || !first.is_cuda()) {
-    refuse(
+    refuse_bucket(
         "the first gradient is not on a GPU; CPU gradients are packed on their way, by "
         "Communicator.reduce_bucket");
   }
@@ -43,8 +43,8 @@ GradientBucket::GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType
       known_dtype(first.scalar_type(), "GradientBucket", "the gradients' dtype", is_bucket_dtype);
   wire_ = {known_dtype(wire_dtype, "GradientBucket", "wire_dtype", is_wire_dtype), block_scaling};
   if (block_scaling && !has_block_scaling(wire_.dtype)) {
-    refuse(join("block_scaling with wire_dtype ", name(wire_.dtype),
-                ", which has float32's range; use it with float16 or float8"));
+    refuse_bucket(join("block_scaling with wire_dtype ", name(wire_.dtype),
+                       ", which has float32's range; use it with float16 or float8"));
   }
   std::vector<cuda::Tile> tiles;
   for (size_t i = 0; i < gradients_.size(); ++i) {
@@ -84,8 +84,8 @@ void GradientBucket::pack(float contribution_factor, const std::optional<at::Ten
   if (residual && (residual->scalar_type() != at::kFloat || !residual->is_contiguous() ||
                    static_cast<uint64_t>(residual->numel()) != num_elems() ||
                    residual->device() != stats_.device())) {
-    refuse(join("residual is not ", num_elems(), " contiguous elements of Float on ",
-                stats_.device().str()));
+    refuse_bucket(join("residual is not ", num_elems(), " contiguous elements of Float on ",
+                       stats_.device().str()));
   }
   const c10::DeviceGuard on_device(stats_.device());
   cuda::launch_pack({.bucket = args(contribution_factor, 1),

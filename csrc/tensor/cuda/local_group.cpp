@@ -19,16 +19,17 @@
 namespace rota::tensors {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) {
+[[noreturn]] void refuse_group(const std::string& what) {
   throw Error(ErrorKind::kValue, "rota.LocalGroup: " + what);
 }
 
 schedule::Tuning tuning_for(const LocalGroup::Options& options) {
   if (options.world_size < 2 || options.world_size > kMaxLocalRanks) {
-    refuse(join("world_size is ", options.world_size, ", expected 2 to ", kMaxLocalRanks));
+    refuse_group(join("world_size is ", options.world_size, ", expected 2 to ", kMaxLocalRanks));
   }
   if (!options.device.is_cuda() || !options.device.has_index()) {
-    refuse(join("device is ", options.device.str(), ", expected a CUDA device with its index"));
+    refuse_group(
+        join("device is ", options.device.str(), ", expected a CUDA device with its index"));
   }
   if (options.tuning) {
     cuda::check_tuning(*options.tuning);
@@ -42,7 +43,7 @@ transport::DeviceGeometry make_geometry(const LocalGroup::Options& options,
                                         const schedule::Tuning& tuning) {
   const c10::DeviceGuard on_device(options.device);
   if (!cuda::starts_grids_as_a_whole()) {
-    refuse(
+    refuse_group(
         join(options.device.str(),
              " takes no cooperative launches, expected a GPU that does: the ranks' blocks wait for "
              "each other; use another GPU, or one process for each rank"));
@@ -54,9 +55,9 @@ transport::DeviceGeometry make_geometry(const LocalGroup::Options& options,
   if (!options.tuning) tuned_channels = std::min(tuned_channels, most_channels);
   const int num_channels = options.num_channels.value_or(tuned_channels);
   if (num_channels < 1 || num_channels > most_channels) {
-    refuse(join("num_channels is ", num_channels, ", expected 1 to ", most_channels, ": ",
-                options.world_size, " ranks share ", cuda::num_multiprocessors(),
-                " multiprocessors, and all blocks of all ranks must run at the same time"));
+    refuse_group(join("num_channels is ", num_channels, ", expected 1 to ", most_channels, ": ",
+                      options.world_size, " ranks share ", cuda::num_multiprocessors(),
+                      " multiprocessors, and all blocks of all ranks must run at the same time"));
   }
   return cuda::geometry_of(options.world_size, num_channels, tuning);
 }
@@ -70,7 +71,7 @@ cuda::Kernel parse_kernel(std::string_view algorithm) {
     if (cuda::name(kernel) == algorithm) return kernel;
     expected += join(", ", cuda::name(kernel));
   }
-  refuse(join("algorithm is '", algorithm, "', expected one of ", expected));
+  refuse_group(join("algorithm is '", algorithm, "', expected one of ", expected));
 }
 
 bool has_nan(const at::Tensor& tensor) {
@@ -124,25 +125,25 @@ void LocalGroup::check_usable(std::string_view collective) const {
 void LocalGroup::check_tensors(const std::vector<at::Tensor>& tensors,
                                std::string_view collective) const {
   if (tensors.size() != static_cast<size_t>(world_size())) {
-    refuse(join(collective, " got ", tensors.size(), " tensors, expected one for each of ",
-                world_size(), " ranks"));
+    refuse_group(join(collective, " got ", tensors.size(), " tensors, expected one for each of ",
+                      world_size(), " ranks"));
   }
   std::set<const void*> places;
   for (size_t rank = 0; rank < tensors.size(); ++rank) {
     const at::Tensor& tensor = tensors[rank];
     check_tensor(tensor, collective, options_.device);
     if (tensor.numel() != 0 && !places.insert(tensor.data_ptr()).second) {
-      refuse(join(collective, ": the tensor of rank ", rank,
-                  " is also that of another rank; give each its own"));
+      refuse_group(join(collective, ": the tensor of rank ", rank,
+                        " is also that of another rank; give each its own"));
     }
     if (!tensor.is_contiguous()) {
-      refuse(
+      refuse_group(
           join(collective, ": the tensor of rank ", rank, " is not contiguous; call contiguous()"));
     }
     if (tensor.numel() != tensors[0].numel() || tensor.scalar_type() != tensors[0].scalar_type()) {
-      refuse(join(collective, ": the tensor of rank ", rank, " has ", tensor.numel(),
-                  " elements of ", c10::toString(tensor.scalar_type()), ", that of rank 0 ",
-                  tensors[0].numel(), " of ", c10::toString(tensors[0].scalar_type())));
+      refuse_group(join(collective, ": the tensor of rank ", rank, " has ", tensor.numel(),
+                        " elements of ", c10::toString(tensor.scalar_type()), ", that of rank 0 ",
+                        tensors[0].numel(), " of ", c10::toString(tensors[0].scalar_type())));
     }
   }
 }
@@ -166,7 +167,7 @@ void LocalGroup::set_order(cuda::LaunchRequest& request, std::string_view collec
     request.group_size = group_size.value_or(0);
     return;
   }
-  if (group_size) refuse("order='tree' knows no group_size; leave one of them out");
+  if (group_size) refuse_group("order='tree' knows no group_size; leave one of them out");
   const uint32_t num_shards = std::bit_ceil(static_cast<uint32_t>(world_size()));
   cuda::set_order(request, {.num_shards = num_shards}, world_size());
 }
@@ -205,8 +206,9 @@ void LocalGroup::reduce_scatter(const std::vector<at::Tensor>& outputs,
   check_tensors(inputs, "reduce_scatter");
   if (inputs[0].numel() != outputs[0].numel() * world_size() ||
       inputs[0].scalar_type() != outputs[0].scalar_type()) {
-    refuse(join("reduce_scatter from ", inputs[0].numel(), " elements to ", outputs[0].numel(),
-                ", expected ", world_size(), " times as many, of one dtype"));
+    refuse_group(join("reduce_scatter from ", inputs[0].numel(), " elements to ",
+                      outputs[0].numel(), ", expected ", world_size(),
+                      " times as many, of one dtype"));
   }
   cuda::LaunchRequest request{
       .kernel = cuda::Kernel::kReduceScatter,
@@ -226,8 +228,8 @@ void LocalGroup::all_gather(const std::vector<at::Tensor>& outputs,
   check_tensors(outputs, "all_gather");
   check_tensors(inputs, "all_gather");
   if (num_bytes(outputs[0]) != num_bytes(inputs[0]) * static_cast<uint64_t>(world_size())) {
-    refuse(join("all_gather from ", num_bytes(inputs[0]), " bytes to ", num_bytes(outputs[0]),
-                ", expected ", world_size(), " times as many"));
+    refuse_group(join("all_gather from ", num_bytes(inputs[0]), " bytes to ", num_bytes(outputs[0]),
+                      ", expected ", world_size(), " times as many"));
   }
   launch({.kernel = cuda::Kernel::kAllGather,
           .input = data_of(inputs),
@@ -254,8 +256,8 @@ void LocalGroup::send_recv(int src, int dst, const std::vector<at::Tensor>& tens
   check_tensors(tensors, "send_recv");
   for (const int rank : {src, dst}) {
     if (rank < 0 || rank >= world_size() || src == dst) {
-      refuse(join("send_recv from rank ", src, " to rank ", dst, ", expected two ranks in [0, ",
-                  world_size(), ")"));
+      refuse_group(join("send_recv from rank ", src, " to rank ", dst,
+                        ", expected two ranks in [0, ", world_size(), ")"));
     }
   }
   launch({.kernel = cuda::Kernel::kTransfer,
