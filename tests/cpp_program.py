@@ -133,11 +133,24 @@ def each_case(flavours: Iterable[Flavour]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("flavour", "case"), every)
 
 
-def product_sources() -> list[Path]:
-    """All sources that do not depend on torch, as paths below csrc/."""
-    layers = ("base", "schedule", "transport", "cpu", "cuda", "core", "hosts")
-    files = (path for layer in layers for path in sorted((CSRC / layer).glob("*.cpp")))
-    return [path.relative_to(CSRC) for path in files]
+def product_units() -> list[Path]:
+    """Files that include all sources that do not depend on torch: a layer's as one, as in setup.py.
+
+    Their includes find a flavour's patched files first.
+    """
+    units = []
+    for layer in ("base", "schedule", "transport", "cpu", "cuda", "core", "hosts"):
+        files = sorted((CSRC / layer).glob("*.cpp"))
+        # Each instruction set has flags of its own.
+        alone = [file for file in files if file.stem.startswith("element_loops_")]
+        together = [file for file in files if file not in alone]
+        text = "".join(f'#include "{file.relative_to(CSRC)}"\n' for file in together)
+        unit = BUILD / f"unit-{layer}-{digest(text)}.cpp"
+        partial = unit.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(text)
+        partial.replace(unit)
+        units += [unit, *alone]
+    return units
 
 
 def digest(*parts: str) -> str:
@@ -254,10 +267,7 @@ def _build(flavour: Flavour) -> Path:
     patched = _patched_directory(flavour)
     include_dirs = [patched, CSRC, CASES]
     flags = [*CXX_FLAGS, *flavour.flags]
-    sources = [
-        patched / file if (patched / file).exists() else CSRC / file for file in product_sources()
-    ]
-    sources += [CASES / f"{name}.cpp" for name in flavour.sources]
+    sources = product_units() + [CASES / f"{name}.cpp" for name in flavour.sources]
     # Sources with the most includes take longest, so they start first.
     sources.sort(key=lambda source: -len(list(_reachable(source, include_dirs))))
     headers = _precompiled_headers(flags)
