@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,134 +14,114 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch, norm_of
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 
 class Case(NamedTuple):
     call: Callable[[], object]
     error: str
-    facts: tuple[str, ...]  # what the text must name
+    facts: str  # what the text must name, with bars between them
 
 
-def with_options(**options: Any) -> Callable[[], object]:
-    return lambda: rota.HookState(**options)
+def state(error: str, facts: str, **options: Any) -> Case:
+    """Makes a state with these options."""
+    return Case(lambda: rota.HookState(**options), error, facts)
 
 
-WIRE_NAMES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+def shards(error: str, facts: str, model: Any = None, **options: Any) -> Case:
+    call = lambda: rota.LogicalShards(Linear(1, 1) if model is None else model, 2, **options)  # noqa: E731
+    return Case(call, error, f"rota.LogicalShards | {facts}")
+
+
+WIRES = "float32 | bfloat16 | float16 | float8_e4m3fn | float8_e5m2"
 
 CASES: dict[str, Case] = {
-    "integer-wire": Case(
-        with_options(wire_dtype=torch.int8), "TypeError", ("wire_dtype", "torch.int8", *WIRE_NAMES)
-    ),
-    "wide-wire": Case(
-        with_options(wire_dtype=torch.float64), "TypeError", ("torch.float64", *WIRE_NAMES)
-    ),
-    "wire-as-text": Case(
-        with_options(wire_dtype="float16"), "TypeError", ("'float16'", *WIRE_NAMES)
-    ),
-    "scaled-bfloat16": Case(
-        with_options(wire_dtype=torch.bfloat16, block_scaling=True),
+    "integer-wire": state("TypeError", f"wire_dtype | torch.int8 | {WIRES}", wire_dtype=torch.int8),
+    "wide-wire": state("TypeError", f"torch.float64 | {WIRES}", wire_dtype=torch.float64),
+    "wire-as-text": state("TypeError", f"'float16' | {WIRES}", wire_dtype="float16"),
+    "scaled-bfloat16": state(
         "ValueError",
-        ("block_scaling", "bfloat16", "float8_e5m2"),
+        "block_scaling | bfloat16 | float8_e5m2",
+        wire_dtype=torch.bfloat16,
+        block_scaling=True,
     ),
-    "scaled-float32": Case(
-        with_options(wire_dtype=torch.float32, block_scaling=True),
+    "scaled-float32": state(
         "ValueError",
-        ("block_scaling", "float32", "float16"),
+        "block_scaling | float32 | float16",
+        wire_dtype=torch.float32,
+        block_scaling=True,
     ),
-    "loss-scale-0": Case(with_options(loss_scale=0.0), "ValueError", ("loss_scale is 0.0",)),
-    "loss-scale-negative": Case(with_options(loss_scale=-2.0), "ValueError", ("loss_scale",)),
-    "loss-scale-inf": Case(
-        with_options(loss_scale=float("inf")), "ValueError", ("loss_scale is inf", "finite")
-    ),
-    "loss-scale-nan": Case(with_options(loss_scale=float("nan")), "ValueError", ("loss_scale",)),
+    "loss-scale-0": state("ValueError", "loss_scale is 0.0", loss_scale=0.0),
+    "loss-scale-negative": state("ValueError", "loss_scale", loss_scale=-2.0),
+    "loss-scale-inf": state("ValueError", "loss_scale is inf | finite", loss_scale=math.inf),
+    "loss-scale-nan": state("ValueError", "loss_scale", loss_scale=math.nan),
     "loss-scale-set": Case(
-        lambda: setattr(rota.HookState(), "loss_scale", 0.0), "ValueError", ("loss_scale is 0.0",)
+        lambda: setattr(rota.HookState(), "loss_scale", 0.0), "ValueError", "loss_scale is 0.0"
     ),
-    "predivide-factor": Case(
-        with_options(gradient_predivide_factor=-1.0), "ValueError", ("gradient_predivide_factor",)
+    "predivide-factor": state(
+        "ValueError", "gradient_predivide_factor", gradient_predivide_factor=-1.0
     ),
-    "seed": Case(with_options(seed=2**64), "ValueError", ("seed", str(2**64), "[0, 2**64)")),
-    "seed-float": Case(with_options(seed=0.5), "ValueError", ("seed is 0.5",)),
-    "algorithm": Case(
-        with_options(algorithm="tree"), "ValueError", ("'tree'", "one_shot", "ordered_ring")
-    ),
-    "group": Case(with_options(group="world"), "TypeError", ("str", "ProcessGroup")),
-    "other-group": Case(
-        with_options(group=dist.GroupMember.NON_GROUP_MEMBER), "ValueError", ("not in the group",)
-    ),
+    "seed": state("ValueError", f"seed | {2**64} | [0, 2**64)", seed=2**64),
+    "seed-float": state("ValueError", "seed is 0.5", seed=0.5),
+    "algorithm": state("ValueError", "'tree' | one_shot | ordered_ring", algorithm="tree"),
+    "group": state("TypeError", "str | ProcessGroup", group="world"),
+    "other-group": state("ValueError", "not in the group", group=dist.GroupMember.NON_GROUP_MEMBER),
     "scaler-state": Case(
-        lambda: rota.amp.GradScaler([None]), "TypeError", ("NoneType", "rota.HookState")
+        lambda: rota.amp.GradScaler([None]), "TypeError", "NoneType | rota.HookState"
     ),
     "scaler-nothing": Case(
         lambda: rota.amp.GradScaler(None),  # type: ignore[arg-type]
         "TypeError",
-        ("NoneType", "rota.HookState"),
+        "NoneType | rota.HookState",
     ),
-    "model": Case(with_options(model=3), "TypeError", ("model is of type int", "Module")),
-    "error-feedback": Case(
-        with_options(error_feedback="yes"), "TypeError", ("error_feedback is 'yes'", "True or Fal")
+    "model": state("TypeError", "model is of type int | Module", model=3),
+    "error-feedback": state(
+        "TypeError", "error_feedback is 'yes' | True or Fal", error_feedback="yes"
     ),
-    "stochastic-rounding": Case(
-        with_options(stochastic_rounding=2), "TypeError", ("stochastic_rounding is 2",)
-    ),
-    "block-scaling": Case(
-        with_options(block_scaling="on"), "TypeError", ("block_scaling is 'on'",)
-    ),
-    "loss-scale-text": Case(with_options(loss_scale="2"), "TypeError", ("loss_scale is '2'",)),
-    "many-shards": Case(with_options(num_shards=1 << 40), "ValueError", ("num_shards", "2**30")),
+    "stochastic-rounding": state("TypeError", "stochastic_rounding is 2", stochastic_rounding=2),
+    "block-scaling": state("TypeError", "block_scaling is 'on'", block_scaling="on"),
+    "loss-scale-text": state("TypeError", "loss_scale is '2'", loss_scale="2"),
+    "many-shards": state("ValueError", "num_shards | 2**30", num_shards=1 << 40),
     "state-dict": Case(
         lambda: rota.HookState().load_state_dict({"seed": 1}),
         "ValueError",
-        ("state_dict lacks ['num_reductions', 'residuals']", "rota.HookState.state_dict()"),
+        "state_dict lacks ['num_reductions', 'residuals'] | rota.HookState.state_dict()",
     ),
     "state-dict-type": Case(
         lambda: rota.HookState().load_state_dict([]),  # type: ignore[arg-type]
         "TypeError",
-        ("state_dict is of type list",),
+        "state_dict is of type list",
     ),
     "parameters-text": Case(
         lambda: rota.reduce_gradients("abc", rota.HookState()),  # type: ignore[arg-type]
         "TypeError",
-        ("parameters holds a str, expected tensors",),
+        "parameters holds a str, expected tensors",
     ),
     "parameters-none": Case(
         lambda: rota.clip_grad_norm_(None, 1.0),  # type: ignore[arg-type]
         "TypeError",
-        ("rota.clip_grad_norm_: parameters is of type NoneType",),
+        "rota.clip_grad_norm_: parameters is of type NoneType",
     ),
     "parameters-model": Case(
         lambda: rota.reduce_gradients(Linear(1, 1), rota.HookState()),  # type: ignore[arg-type]
         "TypeError",
-        ("parameters is of type Linear", "pass model.parameters()"),
+        "parameters is of type Linear | pass model.parameters()",
     ),
     "ops-communicator": Case(
         lambda: rota.ops.all_reduce(torch.ones(1), None),  # type: ignore[arg-type]
         "TypeError",
-        ("communicator is of type NoneType, expected a rota.Communicator",),
+        "communicator is of type NoneType, expected a rota.Communicator",
     ),
-    "shards-seed": Case(
-        lambda: rota.LogicalShards(Linear(1, 1), 2, seed=-1),
-        "ValueError",
-        ("rota.LogicalShards: seed is -1", "[0, 2**64)"),
-    ),
-    "shards-model": Case(
-        lambda: rota.LogicalShards([], 2),  # type: ignore[arg-type]
-        "TypeError",
-        ("rota.LogicalShards: model is of type list",),
-    ),
-    "shards-state": Case(
-        lambda: rota.LogicalShards(Linear(1, 1), 2, state=3),  # type: ignore[arg-type]
-        "TypeError",
-        ("rota.LogicalShards: state is of type int",),
-    ),
+    "shards-seed": shards("ValueError", "seed is -1 | [0, 2**64)", seed=-1),
+    "shards-model": shards("TypeError", "model is of type list", model=[]),
+    "shards-state": shards("TypeError", "state is of type int", state=3),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_option_is_refused_with_a_clear_error(name: str) -> None:
     case = CASES[name]
-    check_error(error_of(case.call), case.error, "rota.", *case.facts)
+    check_error(error_of(case.call), case.error, "rota.", *case.facts.split(" | "))
 
 
 @pytest.mark.parametrize("state", [3, rota.HookState()], ids=["int", "state"])
@@ -179,11 +160,17 @@ def train(model: torch.nn.Module, state: object, hook: Any, *args: Any, **option
 
 @on_ranks(2)
 def test_sparse_gradient_is_refused_with_the_parameters_name(rank: Rank) -> None:
+    """Or with its place, where the state does not know the model."""
     rank.init("gloo")
-    model = Words(True)
-    words = torch.tensor([1, 2, 3])
-    error = error_of(lambda: train(model, rota.HookState(model=model), rota.fused_hook, words))
-    check_error(error, "TypeError", "'embedding.weight'", "sparse_coo", "sparse=False")
+    for has_model, name in (
+        (True, "'embedding.weight'"),
+        (False, "parameter 0 of bucket 1, shape [64, 8]"),
+    ):
+        model = Words(True)
+        state = rota.HookState(model=model if has_model else None)
+        words = torch.tensor([1, 2, 3])
+        error = error_of(lambda: train(model, state, rota.fused_hook, words))  # noqa: B023
+        check_error(error, "TypeError", name, "sparse_coo", "sparse=False")
 
 
 class Bucket:
@@ -231,37 +218,21 @@ def test_state_of_other_type_is_refused(rank: Rank, state: object) -> None:
     check_error(error, "TypeError", type(state).__name__, "rota.HookState(...), rota.fused_hook")
 
 
-def use_group(rank: Rank, ranks_of_state: list[int]) -> tuple[str, str]:
+@on_ranks(3)
+def test_state_averages_over_the_group_of_its_ddp_and_refuses_another(rank: Rank) -> None:
     rank.init("gloo")
-    group = dist.new_group(ranks_of_state)
-    ddp = DistributedDataParallel(ExactGradients())
+    own, other = dist.new_group([0, 2]), dist.new_group([0, 1])
     dist.barrier()  # Gloo fails if a rank leaves while others still connect
-    return error_of(lambda: rota.HookState(group, model=ddp))
-
-
-def test_group_other_than_ddps_is_refused() -> None:
-    for error in run_ranks(3, use_group, [0, 1])[:2]:
-        check_error(error, "ValueError", "2 ranks [0, 1]", "3 ranks [0, 1, 2]", "leave group out")
-
-
-def take_group_of_model(rank: Rank) -> float | None:
-    rank.init("gloo")
-    group = dist.new_group([0, 2])
-    dist.barrier()
     if rank.rank == 1:
-        return None
-    model = ExactGradients()
-    ddp = DistributedDataParallel(model, process_group=group)
+        return
+    ddp = DistributedDataParallel(ExactGradients(), process_group=own)
     state = rota.HookState(model=ddp)
     ddp.register_comm_hook(state, rota.fused_hook)
     ddp(torch.full((2050,), float(rank.rank))).backward()
-    gradient = next(model.parameters()).grad
-    assert gradient is not None
-    return float(gradient.flatten()[0])
-
-
-def test_state_averages_over_the_group_of_its_ddp() -> None:
-    assert run_ranks(3, take_group_of_model) == [1.0, None, 1.0]
+    assert next(ddp.parameters()).grad[0].item() == 1.0
+    if rank.rank == 0:
+        error = error_of(lambda: rota.HookState(other, model=ddp))
+        check_error(error, "ValueError", "2 ranks [0, 1]", "2 ranks [0, 2]", "leave group out")
 
 
 @pytest.mark.parametrize("how", ["registered", "wrapped"])
@@ -301,31 +272,7 @@ def test_state_of_a_model_that_is_gone_takes_another(rank: Rank) -> None:
     assert norms[0] == norms[1] > 0
 
 
-# ---- parameter names
-
-
-@on_ranks(2)
-def test_parameter_of_an_unknown_model_is_named_by_position(rank: Rank) -> None:
-    rank.init("gloo")
-    error, text = error_of(
-        lambda: train(Words(True), rota.HookState(), rota.fused_hook, torch.tensor([1]))
-    )
-    assert error == "TypeError", text
-    assert "parameter 0 of bucket 1, shape [64, 8]" in text
-
-
 # ---- only one rank is wrong
-
-
-def be_wrong_alone(rank: Rank, what: str) -> tuple[str, str]:
-    rank.init("gloo")
-    is_wrong = rank.rank == 1
-    if what == "sparse":
-        words = torch.tensor([1])
-        model = Words(is_wrong, alone=True)  # otherwise ranks would already differ in bucket 0
-        state = rota.HookState(model=model)
-        return error_of(lambda: train(model, state, rota.fused_hook, words))
-    return use(rota.HookState() if not is_wrong else None, rank)
 
 
 def use(state: object, rank: Rank) -> tuple[str, str]:
@@ -336,10 +283,20 @@ def use(state: object, rank: Rank) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("what", "fact"), [("sparse", "'embedding.weight'"), ("state", "rota.HookState(...)")]
 )
-def test_error_of_one_rank_is_raised_on_all(what: str, fact: str) -> None:
-    first, wrong, last = run_ranks(3, be_wrong_alone, what)
-    check_error(wrong, "TypeError", fact)
-    for error in (first, last):
+@on_ranks(3)
+def test_error_of_one_rank_is_raised_on_all(rank: Rank, what: str, fact: str) -> None:
+    rank.init("gloo")
+    is_wrong = rank.rank == 1
+    if what == "sparse":
+        model = Words(is_wrong, alone=True)  # otherwise ranks would already differ in bucket 0
+        state = rota.HookState(model=model)
+        words = torch.tensor([1])
+        error = error_of(lambda: train(model, state, rota.fused_hook, words))
+    else:
+        error = use(None if is_wrong else rota.HookState(), rank)
+    if is_wrong:
+        check_error(error, "TypeError", fact)
+    else:
         check_error(error, "PeerFailed", "rank 1", fact)
 
 
