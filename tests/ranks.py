@@ -124,6 +124,18 @@ class Rank:
         """Waits for a note that the test sends with Ranks.tell."""
         return pickle.loads(self._pipe.recv_bytes())
 
+    def say(self, word: str = "go on") -> None:
+        """Lets all ranks go on that wait for this word; each is said once."""
+        Path(self._directory, word).touch()
+
+    def await_word(self, word: str = "go on") -> None:
+        while not Path(self._directory, word).exists():
+            time.sleep(0.005)
+
+    def pid_of(self, rank: int) -> int:
+        """The process of another rank, which has started."""
+        return int(Path(self._directory, f"pid{rank}").read_text())
+
 
 def _rank_main(
     rank: Rank,
@@ -136,6 +148,7 @@ def _rank_main(
     stderr = os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stderr, 2)
     os.close(stderr)
+    Path(rank._directory, f"pid{rank.rank}").write_text(str(os.getpid()))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(timeout_s + _ORPHAN_S, exit=True)
     try:
@@ -260,6 +273,7 @@ class Ranks:
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), self._seconds_left())
             if not ready:
+                self._raise_failures(killed)  # a rank that has failed may be what the others await
                 self._fail_as_hung(sorted(waiting.values()), "did not return")
             for pipe in ready:
                 self._receive(waiting.pop(pipe))  # type: ignore[call-overload]

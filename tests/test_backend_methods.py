@@ -7,14 +7,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import rota
-from ranks import Rank, Ranks, check_error, on_ranks, run_ranks
-from test_bad_input import error_of
+from ranks import Rank, check_error, error_of, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -91,9 +89,9 @@ def test_coalesced_calls_become_one_work(rank: Rank) -> None:
     assert "without startCoalescing" in error_of(backend._end_coalescing)[1]
 
 
-def fail_coalesced(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_coalesced_wait_ends_with_its_timeout_and_the_calls_go_on(rank: Rank) -> None:
     rank.init()
-    error = ("", "")
     if rank.rank == 0:
         backend = backend_of()
         backend._start_coalescing()
@@ -106,71 +104,48 @@ def fail_coalesced(rank: Rank) -> tuple[str, str]:
     if rank.rank == 0:
         work.wait()
         assert first.tolist() == [1.0] * 3
+        check_error(error, "Timeout", "gave up")
     else:
         dist.send(torch.ones(3), 0)
         dist.send(torch.ones(3), 0)
-    return error
 
 
-def test_coalesced_wait_ends_with_its_timeout_and_the_calls_go_on() -> None:
-    check_error(run_ranks(2, fail_coalesced)[0], "Timeout", "gave up")
-
-
-def count_calls(rank: Rank) -> list[int]:
+@on_ranks(2)
+def test_sequence_number_counts_calls(rank: Rank) -> None:
     rank.init()
     backend = backend_of()
     backend._set_sequence_number_for_group()
     before = backend._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(2))
     dist.barrier()
-    return [before, backend._get_sequence_number_for_group() - before]
+    assert backend._get_sequence_number_for_group() - before == 2
 
 
-def test_sequence_number_counts_calls() -> None:
-    assert [counted for _, counted in run_ranks(2, count_calls)] == [2, 2]
-
-
-def come_late(rank: Rank) -> tuple[str, str]:
+@on_ranks(3)
+def test_monitored_barrier_names_all_that_have_not_come(rank: Rank) -> None:
     rank.init()
     backend = backend_of()
     assert backend.get_error().name == "SUCCESS"
     if rank.rank != 0:
-        rank.hear()
-        return "", ""
+        rank.await_word()
+        return
     backend.set_timeout(timedelta(seconds=1000))  # the call's own is shorter
     error = error_of(lambda: backend.monitored_barrier(timedelta(milliseconds=100), True))
+    rank.say()
     assert backend.get_error().name == "TIMEOUT"
-    rank.tell()
-    return error
+    check_error(error, "Timeout", "rank 1", "rank 2")
 
 
-def test_monitored_barrier_names_all_that_have_not_come() -> None:
-    with Ranks(3, come_late) as ranks:
-        ranks.hear(0)
-        for late in (1, 2):
-            ranks.tell(late)
-        error, text = ranks.results()[0]
-    assert error == "Timeout"
-    assert "rank 1" in text and "rank 2" in text
-
-
-def shorten_timeout(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_set_timeout_applies_to_later_calls(rank: Rank) -> None:
     rank.init()
     backend_of().set_timeout(timedelta(milliseconds=100))
-    if rank.rank == 0:
-        error = error_of(dist.barrier)
-        rank.tell()
-        return error
-    rank.hear()
-    return "", ""
-
-
-def test_set_timeout_applies_to_later_calls() -> None:
-    with Ranks(2, shorten_timeout) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        error, _ = ranks.results()[0]
-    assert error == "Timeout"
+    if rank.rank == 1:
+        rank.await_word()
+        return
+    error = error_of(dist.barrier)
+    rank.say()
+    check_error(error, "Timeout")
 
 
 def calls_with_timeout(
@@ -219,7 +194,8 @@ SHORT = timedelta(milliseconds=150)
 LONG = timedelta(seconds=1000)
 
 
-def time_out_in_each_call(rank: Rank) -> dict[str, tuple[str, str]]:
+@on_ranks(2)
+def test_timeout_of_a_call_names_who_was_awaited(rank: Rank) -> None:
     rank.init()
     errors: dict[str, tuple[str, str]] = {}
     for name in calls_with_timeout(None, rank.rank, SHORT):
@@ -231,52 +207,38 @@ def time_out_in_each_call(rank: Rank) -> dict[str, tuple[str, str]]:
             errors[name] = error_of(lambda: call().wait())  # noqa: B023
             assert backend.options._timeout == LONG
     dist.barrier()
-    return errors
+    assert len(errors) == (13 if rank.rank == 0 else 0)
+    for name, error in errors.items():
+        check_error(error, "Timeout", name.partition("-")[0], "for rank 1 (pid ")
 
 
-def test_timeout_of_a_call_names_who_was_awaited() -> None:
-    errors = run_ranks(2, time_out_in_each_call)[0]
-    assert len(errors) == 13
-    for name, (error, text) in errors.items():
-        assert error == "Timeout", (name, text)
-        assert name.partition("-")[0] in text, "the call"
-        assert "for rank 1 (pid " in text, text
-
-
-def time_out_behind_a_late_call(rank: Rank) -> tuple[float, tuple[str, str]]:
+@on_ranks(2)
+def test_timeout_of_a_queued_call_applies_to_its_own_waits_only(rank: Rank) -> None:
     """Rank 1 comes late to the first call, and to the second one never."""
     rank.init()
     backend = backend_of()
     tensor = torch.ones(4)
     short = c10d.AllreduceOptions()
     short.timeout = SHORT
-    if rank.rank == 0:
-        first = backend.allreduce([tensor], c10d.AllreduceOptions())
-        second = backend.allreduce([torch.ones(4)], short)
-        rank.tell()
-        first.wait()
-        error = error_of(second.wait)
-        rank.tell()
-        return tensor[0].item(), error
-    rank.hear()
-    backend.allreduce([tensor], c10d.AllreduceOptions()).wait()
-    rank.hear()
-    return tensor[0].item(), ("", "")
-
-
-def test_timeout_of_a_queued_call_applies_to_its_own_waits_only() -> None:
-    with Ranks(2, time_out_behind_a_late_call) as ranks:
-        ranks.hear(0)
+    if rank.rank == 1:
+        rank.await_word("queued")
         time.sleep(3 * SHORT.total_seconds())
-        ranks.tell(1)
-        ranks.hear(0)
-        ranks.tell(1)
-        (first, (error, text)), (on_peer, _) = ranks.results()
-    assert first == on_peer == 2.0
-    assert error == "Timeout", text
+    first = backend.allreduce([tensor], c10d.AllreduceOptions())
+    if rank.rank == 0:
+        second = backend.allreduce([torch.ones(4)], short)
+        rank.say("queued")
+    first.wait()
+    assert tensor[0].item() == 2.0
+    if rank.rank == 1:
+        rank.await_word("over")
+        return
+    error = error_of(second.wait)
+    rank.say("over")
+    check_error(error, "Timeout")
 
 
-def come_within_the_longer_timeout(rank: Rank) -> float:
+@on_ranks(2)
+def test_timeout_of_a_call_may_be_longer_than_that_of_the_group(rank: Rank) -> None:
     rank.init()
     backend = backend_of()
     backend.set_timeout(SHORT)
@@ -284,65 +246,26 @@ def come_within_the_longer_timeout(rank: Rank) -> float:
     options.timeout = LONG
     options.asyncOp = False
     if rank.rank == 0:
-        rank.tell()
+        rank.say()
     else:
-        rank.hear()
-    backend.allreduce([tensor := torch.ones(4)], options).wait()
-    return tensor[0].item()
-
-
-def test_timeout_of_a_call_may_be_longer_than_that_of_the_group() -> None:
-    with Ranks(2, come_within_the_longer_timeout) as ranks:
-        ranks.hear(0)
+        rank.await_word()
         time.sleep(3 * SHORT.total_seconds())
-        ranks.tell(1)
-        assert ranks.results() == [2.0, 2.0]
+    backend.allreduce([tensor := torch.ones(4)], options).wait()
+    assert tensor[0].item() == 2.0
 
 
-def use_a_group_that_the_peer_has_not_made(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_timeout_of_the_first_call_bounds_its_connecting(rank: Rank) -> None:
     rank.init()
     if rank.rank == 1:
-        rank.hear()
-        return "", ""
+        rank.await_word()
+        return
     backend = backend_of(dist.new_group(timeout=LONG, use_local_synchronization=True))
     options = c10d.AllreduceOptions()
     options.timeout = SHORT
     error = error_of(lambda: backend.allreduce([torch.ones(4)], options).wait())
-    rank.tell()
-    return error
-
-
-def test_timeout_of_the_first_call_bounds_its_connecting() -> None:
-    with Ranks(2, use_a_group_that_the_peer_has_not_made) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        error, text = ranks.results()[0]
-    assert error == "TransportError"
-    assert "still waits for rank 1" in text
-
-
-@pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "async"])
-@on_ranks(3)
-def test_sparse_all_reduce_equals_dense(rank: Rank, async_op: bool) -> None:
-    rank.init()
-    n = rank.world_size
-    for places in ([], [0], [3, 1, 3]):
-        mine = [place + rank.rank for place in places]
-        sparse = torch.sparse_coo_tensor(
-            torch.tensor([mine, mine], dtype=torch.int64), torch.ones(len(mine), 2) * 3, (8, 8, 2)
-        )
-        expected = sum(
-            torch.sparse_coo_tensor(
-                torch.tensor([[place + r for place in places]] * 2, dtype=torch.int64),
-                torch.ones(len(places), 2) * 3,
-                (8, 8, 2),
-            ).to_dense()
-            for r in range(n)
-        )
-        work = dist.all_reduce(sparse, async_op=async_op)
-        if work is not None:
-            work.wait()
-        assert torch.equal(sparse.to_dense(), torch.as_tensor(expected))
+    rank.say()
+    check_error(error, "TransportError", "still waits for rank 1")
 
 
 @on_ranks(2)

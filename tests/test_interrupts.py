@@ -18,6 +18,8 @@ from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 PROMPT_S = 5.0  # the contract says 200 ms; on a busy machine, a test can only rule out a time-out
 IN_THE_WAIT_S = 0.3
+USES = ("communicator", "large", "broadcast", "barrier", "dist", "dist.barrier", "work")
+USES += ("behind-async", "close", "recv")
 
 
 def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], float]:
@@ -38,6 +40,7 @@ def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], floa
             communicator.all_reduce(tensor),
         ),
         "close": lambda: (communicator.all_reduce(tensor, async_op=True), communicator.close()),
+        "recv": lambda: communicator.recv(tensor, 1 - rank.rank),
     }
     dist.barrier()
     if rank.rank == 0:
@@ -53,20 +56,7 @@ def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], floa
     return next((error for error in errors if error[0] != "nothing"), errors[0]), 0.0
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "communicator",
-        "large",
-        "broadcast",
-        "barrier",
-        "dist",
-        "dist.barrier",
-        "work",
-        "behind-async",
-        "close",
-    ],
-)
+@pytest.mark.parametrize("use", USES)
 def test_ctrl_c_in_a_wait_raises_keyboard_interrupt_and_peers_are_told(use: str) -> None:
     with Ranks(2, wait_and_be_interrupted, use) as ranks:
         ranks.hear(0)
@@ -124,7 +114,7 @@ def run_in_child(call: Callable[[], object], timeout_s: float = 10.0) -> tuple[s
 
 
 @pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
-@pytest.mark.parametrize("use", ["all_reduce", "barrier", "async", "future", "dist"])
+@pytest.mark.parametrize("use", ["all_reduce", "barrier", "send", "async", "future", "dist"])
 @on_ranks(2)
 def test_forked_child_use_raises_and_the_parent_goes_on(
     rank: Rank, use: str, used_async: bool
@@ -139,6 +129,7 @@ def test_forked_child_use_raises_and_the_parent_goes_on(
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: communicator.all_reduce(tensor),
         "barrier": communicator.barrier,
+        "send": lambda: communicator.send(tensor, 1 - rank.rank),
         "async": lambda: communicator.all_reduce(tensor, async_op=True).wait(),
         "future": lambda: communicator.all_reduce_future(tensor, "avg", None).wait(),
         "dist": lambda: dist.all_reduce(tensor),
@@ -171,17 +162,18 @@ def test_forked_child_close_does_not_disturb_the_parent(rank: Rank, used_async: 
     assert error == "nothing" and tensor.tolist() == [8.0] * 3
 
 
-def use_works_in_child(rank: Rank) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+@on_ranks(2)
+def test_works_and_windows_in_a_forked_child_raise_and_end_at_once(rank: Rank) -> None:
     """What a child inherits while its parent waits for rank 1: works, a window, all to be ended."""
     rank.init()
     communicators, windows = [rota.Communicator()], [rota.Window(4)]
     output, total = torch.zeros(3), torch.ones(3)
     if rank.rank == 1:
-        rank.hear()
+        rank.await_word()
         communicators[0].send(torch.full((3,), 5.0), 0)
         communicators[0].all_reduce(total)
         communicators[0].barrier()
-        return [], ("", "")
+        return
     recv = communicators[0].irecv(output, 1)
     send = communicators[0].isend(torch.ones(1 << 20), 1, tag=1)  # longer than the link
     queued = communicators[0].all_reduce(total, async_op=True)
@@ -208,20 +200,12 @@ def use_works_in_child(rank: Rank) -> tuple[list[tuple[str, str]], tuple[str, st
         dist.destroy_process_group()
 
     ended = run_in_child(end)
-    rank.tell()
+    rank.say()
     recv.wait()
     queued.wait()
     assert output.tolist() == [5.0] * 3 and total.tolist() == [2.0] * 3
     assert window.is_alive(1) and exposed.load(0) == 0
     communicators[0].barrier()
-    return errors, ended
-
-
-def test_works_and_windows_in_a_forked_child_raise_and_end_at_once() -> None:
-    with Ranks(2, use_works_in_child) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        errors, ended = ranks.results()[0]
     for error in errors:
         check_error(error, "RotaError", "parent process", "after fork")
     assert ended == ("nothing", "no exception was raised")

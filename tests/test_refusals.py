@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.parameter_server import ParameterServer
 from rota.weights import WeightStore
@@ -216,57 +216,42 @@ def test_bad_argument_of_one_publisher_is_raised_by_all() -> None:
             check_error(results[peer][i], "TransportError", "publisher 1/3", cause)
 
 
-def wait_in_subgroup(rank: Rank) -> tuple[str, str] | None:
+@on_ranks(2)
+def test_communicator_has_the_timeout_of_its_group(rank: Rank) -> None:
     """The group's timeout is not that of its store, which is the default group's."""
     rank.init("gloo", timeout_s=LONG_S)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     communicator = rota.Communicator(group)
     communicator.barrier()
     if rank.rank == 1:
-        rank.hear()
-        return None
+        rank.await_word()
+        return
     error = error_of(communicator.barrier)
-    rank.tell()
-    return error
-
-
-def test_communicator_has_the_timeout_of_its_group() -> None:
-    with Ranks(2, wait_in_subgroup) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        error = ranks.results()[0]
+    rank.say()
     check_error(error, "Timeout", "rank 1")
 
 
-def retry(rank: Rank) -> dict[str, list[tuple[str, str]]]:
+@on_ranks(2)
+def test_ranks_meet_again_after_a_call_that_one_did_not_make(rank: Rank) -> None:
     """Rank 1's first call never counts; or comes too late, when the others do not wait any more."""
     rank.init("gloo", timeout_s=LONG_S)
     short = {"timeout": timedelta(seconds=0.5)}
-    errors: dict[str, list[tuple[str, str]]] = {}
+    tries: dict[str, list[tuple[str, str]]] = {}
     for make in (rota.Communicator, window):
         for bad in ({"unknown": 1}, {"group": "x"}):
-            tries = errors.setdefault(f"{make.__name__} {bad}", [])
+            own = tries.setdefault(f"{make.__name__} {bad}", [])
             for given in ({**short, **bad} if rank.rank == 1 else short, {}):
-                tries.append(error_of(lambda: make(**given)))  # noqa: B023
+                own.append(error_of(lambda: make(**given)))  # noqa: B023
                 dist.barrier()
-        tries = errors.setdefault(f"{make.__name__} late", [])
+        own = tries.setdefault(f"{make.__name__} late", [])
         if rank.rank == 1:
-            rank.hear()
+            rank.await_word(make.__name__)
             time.sleep(0.1)
-        tries.append(error_of(lambda: make(**short)))  # noqa: B023
+        own.append(error_of(lambda: make(**short)))  # noqa: B023
         if rank.rank == 0:
-            rank.tell()
+            rank.say(make.__name__)
         dist.barrier()
-        tries.append(error_of(make))
-    return errors
-
-
-def test_ranks_meet_again_after_a_call_that_one_did_not_make() -> None:
-    with Ranks(2, retry) as ranks:
-        for _ in range(2):
-            ranks.hear(0)
-            ranks.tell(1)
-        for errors in ranks.results():
-            for case, (first, second) in errors.items():
-                assert first[0] in ("Timeout", "TransportError", "TypeError"), (case, first)
-                assert second[0] == "nothing", (case, second)
+        own.append(error_of(make))
+    for case, (first, second) in tries.items():
+        assert first[0] in ("Timeout", "TransportError", "TypeError"), (case, first)
+        assert second[0] == "nothing", (case, second)

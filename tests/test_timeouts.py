@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 from rota.parameter_server import ParameterServer
 from rota.weights import WeightStore
 
@@ -73,25 +73,19 @@ def test_timeouts_longer_than_clocks_count_do_not_end_at_once(
         dist.barrier()
 
 
-def end_with_a_message_on_its_way(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_end_that_waits_in_vain_raises_timeout(rank: Rank) -> None:
     rank.init(timeout_s=1.0)
     communicator = rota.Communicator()
     dist.barrier()
     communicator.barrier()
     if rank.rank == 1:
-        rank.hear()
-        return []
+        rank.await_word()
+        return
     tensor = torch.ones(1 << 22)
     works = [communicator.isend(tensor, 1), dist.isend(tensor, 1)]
     errors = [error_of(communicator.close), error_of(dist.destroy_process_group)]
     del works
-    return errors
-
-
-def test_end_that_waits_in_vain_raises_timeout() -> None:
-    with Ranks(2, end_with_a_message_on_its_way) as ranks:
-        errors = ranks.hear_result(0)
-        ranks.tell(1)
-        ranks.results()
+    rank.say()
     for error in errors:
         check_error(error, "Timeout", "rank 1")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 CPU = torch.device("cpu")
 LONG = 300_000  # elements of float32: more than a link holds
@@ -94,22 +94,18 @@ def test_methods_that_rota_lacks_raise_and_name_it(rank: Rank) -> None:
         check_error(error, "RuntimeError", "rota")
 
 
-def end_group(rank: Rank, method: str) -> tuple[str, str]:
+@pytest.mark.parametrize("method", ["abort", "shutdown"])
+@on_ranks(2)
+def test_call_after_abort_or_shutdown_raises(rank: Rank, method: str) -> None:
+    """torch-xpu-ops#5385"""
     rank.init()
     backend = default_group()._get_backend(CPU)
     assert reduced(1.0) == 2.0
-    if method == "abort" and rank.rank == 1:  # one rank's abort ends the wait of the other
-        return error_of(lambda: reduced(1.0))
-    getattr(backend, method)()
-    return error_of(lambda: reduced(1.0))
-
-
-@pytest.mark.parametrize("method", ["abort", "shutdown"])
-def test_call_after_abort_or_shutdown_raises(method: str) -> None:
-    """torch-xpu-ops#5385"""
+    if method == "shutdown" or rank.rank == 0:  # one rank's abort ends the wait of the other
+        getattr(backend, method)()
+    kind, text = error_of(lambda: reduced(1.0))
     expected = {"abort": "rank 0 aborted", "shutdown": "closed"}[method]
-    for kind, text in run_ranks(2, end_group, method):
-        assert kind in ("RotaError", "PeerFailed") and expected in text, text
+    assert kind in ("RotaError", "PeerFailed") and expected in text, text
 
 
 @pytest.mark.parametrize("recv_first", [True, False], ids=["recv-first", "send-first"])
@@ -140,23 +136,6 @@ def test_same_order_of_send_and_recv_on_both_ranks_does_not_hang(
 
 
 @on_ranks(2)
-def test_reduce_op_that_is_not_supported_raises(rank: Rank) -> None:
-    """pytorch#162338, pytorch#192281"""
-    rank.init()
-    whole = torch.tensor([1.0, 3.0]) + 2 * rank.rank
-    dist.reduce_scatter_tensor(part := torch.zeros(1), whole, dist.ReduceOp.AVG)
-    assert part.item() == 2.0 + 2 * rank.rank, "an average, not the sum"
-    bools, floats = torch.ones(2, dtype=torch.bool), torch.ones(2)
-    errors = [
-        error_of(lambda: dist.all_reduce(bools, dist.ReduceOp.AVG)),
-        error_of(lambda: dist.all_reduce(floats, dist.ReduceOp.BAND)),
-        error_of(lambda: dist.reduce(floats, 0, dist.ReduceOp.BXOR)),
-    ]
-    for kind, text in errors:
-        assert kind in ("ValueError", "TypeError") and "rota." in text, (kind, text)
-
-
-@on_ranks(2)
 def test_inference_mode_reaches_the_threads_that_write_results(rank: Rank) -> None:
     """pytorch#86830. Strided tensors, which the thread that does the work copies back."""
     rank.init()
@@ -179,7 +158,11 @@ def test_inference_mode_reaches_the_threads_that_write_results(rank: Rank) -> No
         assert tensor[:, ::2].eq(peer).all()
 
 
-def use_two_backends(rank: Rank) -> list[Any]:
+@on_ranks(2)
+def test_group_of_rota_and_another_backend_runs_cpu_tensors_and_objects_on_rota(
+    rank: Rank,
+) -> None:
+    """pytorch#187467"""
     rank.init("cpu:rota,cuda:gloo")  # stands for NCCL, which makes no group without a GPU
     group = default_group()
     assert group._get_backend(CPU).name() == "rota"
@@ -191,26 +174,26 @@ def use_two_backends(rank: Rank) -> list[Any]:
     dist.scatter_object_list(scattered, ["a", "b"] if rank.rank == 0 else None, 0)
     dist.barrier()
     subgroup = dist.new_group([0, 1])
-    results = [gathered, sent, scattered, reduced(1.0), reduced(2.0, subgroup)]
+    assert [gathered, sent, scattered] == [[0, 1], ["from 1"], ["ab"[rank.rank]]]
+    assert [reduced(1.0), reduced(2.0, subgroup)] == [2.0, 4.0]
     assert group._get_backend(CPU)._get_sequence_number_for_group() > 5
     dist.destroy_process_group()
-    return results
-
-
-def test_group_of_rota_and_another_backend_runs_cpu_tensors_and_objects_on_rota() -> None:
-    """pytorch#187467"""
-    expected = [[0, 1], ["from 1"], ["a"], 2.0, 4.0]
-    assert run_ranks(2, use_two_backends) == [expected, [*expected[:2], ["b"], *expected[3:]]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the group can be made")
-def test_rota_beside_nccl_without_a_gpu_raises_torchs_error() -> None:
-    kind, text = run_ranks(1, init_with_nccl)[0]
+@on_ranks(1)
+def test_rota_beside_nccl_without_a_gpu_raises_torchs_error(rank: Rank) -> None:
+    kind, text = error_of(lambda: rank.init("cpu:rota,cuda:nccl"))
     assert kind in ("RuntimeError", "ValueError") and "NCCL" in text, text
 
 
-def init_with_nccl(rank: Rank) -> tuple[str, str]:
-    return error_of(lambda: rank.init("cpu:rota,cuda:nccl"))
+@pytest.mark.parametrize("local_world_size", ["1", "2", "16"])
+@on_ranks(2)
+def test_local_world_size_does_not_say_who_shares_a_host(rank: Rank, local_world_size: str) -> None:
+    """gloo#458"""
+    os.environ |= {"LOCAL_WORLD_SIZE": local_world_size, "LOCAL_RANK": "0"}
+    rank.init()
+    assert reduced(float(rank.rank + 1)) == 3.0
 
 
 def reduce_often(rank: Rank) -> float:
@@ -218,18 +201,6 @@ def reduce_often(rank: Rank) -> float:
     rank.tell()
     rank.hear()
     return [reduced(float(rank.rank + 1)) for _ in range(50)][-1]
-
-
-@pytest.mark.parametrize("local_world_size", ["1", "2", "16"])
-def test_local_world_size_does_not_say_who_shares_a_host(local_world_size: str) -> None:
-    """gloo#458"""
-    env = {"LOCAL_WORLD_SIZE": local_world_size, "LOCAL_RANK": "0"}
-    assert run_ranks(2, reduced_once, env=env) == [3.0, 3.0]
-
-
-def reduced_once(rank: Rank) -> float:
-    rank.init()
-    return reduced(float(rank.rank + 1))
 
 
 def test_two_jobs_at_once_share_no_memory() -> None:
