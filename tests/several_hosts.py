@@ -72,6 +72,7 @@ def _run_on_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args
     return result
 
 
+ONE_HOST = Layout((0, 0, 0))
 TWO_BY_TWO = Layout((0, 0, 1, 1))
 ONE_BY_ONE = Layout((0, 1))
 UNEVEN = Layout((0, 0, 0, 1))
@@ -94,6 +95,7 @@ def on_layout(
 
 
 of_every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+of_one_host_and_several = pytest.mark.parametrize("layout", [ONE_HOST, *LAYOUTS], ids=str)
 
 
 def flat_communicator(rank: Rank) -> rota.Communicator:

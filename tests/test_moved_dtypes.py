@@ -160,6 +160,13 @@ def test_dtypes_of_one_size_that_differ_between_ranks_are_a_mismatch(rank: Rank)
     comm = rank.communicator()
     tensor = pattern(0, (torch.float8_e8m0fnu, torch.bits8)[rank.rank])
     errors = [error_of(lambda: comm.broadcast(tensor, 0))]
+    for pair in (
+        ((torch.complex64, 2), (torch.complex128, 1)),
+        ((torch.uint8, 4), (torch.float8_e4m3fn, 4)),
+        ((torch.complex64, 1), (torch.uint8, 8)),
+    ):
+        own = pattern(0, *pair[rank.rank])
+        assert error_of(lambda: comm.broadcast(own, 0))[0] == "Mismatch", pair  # noqa: B023
     if rank.rank == 0:
         comm.send(tensor, 1)
     else:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import rota
 from bucket_oracle import (
     BLOCKS,
-    BUCKET_DTYPES,
     FORMATS,
     Format,
     error_bound,
     reduce_bucket,
     stats_of,
 )
-from oracle import CANONICAL_ALGORITHMS, assert_same, name_of, to_numpy
-from ranks import Rank, on_ranks, run_ranks
+from oracle import CANONICAL_ALGORITHMS, assert_same, to_numpy
+from ranks import Rank, isas_of_this_cpu, on_ranks
 
 pytestmark = pytest.mark.same_in_every_build
 
 SMALL_SLOT = 4096  # several rounds with only thousands of elements
-LENGTHS = (0, 1, 31, 33, 63, 64, 65, 511, 512, 513, 1025, 4097, 40_001)
 
 
-def gradients(num_ranks: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> list[Any]:
+def gradients(num_ranks: int, num_elems: int) -> list[torch.Tensor]:
     """Blocks of narrow and of wide range, zeros, denormals, and some Inf and NaN."""
-    generator = torch.Generator().manual_seed(seed + num_elems)
+    generator = torch.Generator().manual_seed(num_elems)
     buckets = []
     for rank in range(num_ranks):
         values = torch.randn(num_elems, generator=generator, dtype=torch.float64) * 1e-3
@@ -43,7 +43,7 @@ def gradients(num_ranks: int, num_elems: int, dtype: torch.dtype, seed: int = 0)
         values[rank + 5 :: 907] = math.inf
         values[2 * rank + 300 :: 911] = -math.inf
         values[rank + 417 :: 1301] = math.nan
-        buckets.append(values.to(dtype))
+        buckets.append(values.float())
     return buckets
 
 
@@ -57,95 +57,39 @@ def reduce_once(
     return result, stats.tolist()
 
 
-def check(rank: Rank, comm: rota.Communicator, what: str, wire: Format, **options: Any) -> None:
-    dtype, num_elems = options.pop("dtype"), options.pop("num_elems")
-    buckets = gradients(rank.world_size, num_elems, dtype)
-    algorithm = options.pop("algorithm", "auto")
-    got, stats = reduce_once(comm, buckets[rank.rank], wire, algorithm=algorithm, **options)
-    expected = reduce_bucket(buckets, wire, **options)
-    assert_same(got, expected, f"{what} {num_elems}")
-    num_non_finite, squares = stats_of(expected)
-    assert stats[0] == num_non_finite
-    if num_non_finite == 0:
-        # float64 sums in another order; each of the few thousand additions rounds once.
-        assert math.isclose(stats[1], squares, rel_tol=1e-12), (what, num_elems)
-    else:
-        assert not math.isfinite(stats[1])
-
-
-def follow_oracle(rank: Rank, wire: Format, dtype: torch.dtype) -> None:
-    for slot_bytes in (SMALL_SLOT, None):
-        comm = rank.communicator(slot_bytes=slot_bytes)
-        for algorithm in CANONICAL_ALGORITHMS:
-            for num_elems in LENGTHS:
-                check(
-                    rank,
-                    comm,
-                    algorithm,
-                    wire,
-                    dtype=dtype,
-                    num_elems=num_elems,
-                    algorithm=algorithm,
-                    contribution_factor=0.5,
-                    divisor=rank.world_size / 2,
-                    result_factor=1 / 1024,
-                )
-
-
-@pytest.mark.parametrize("wire", FORMATS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_reduce_bucket_follows_oracle(world_size: int, wire: Format) -> None:
-    run_ranks(world_size, follow_oracle, wire, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", BUCKET_DTYPES, ids=name_of)
-@pytest.mark.parametrize(
-    "wire", [Format(torch.float16, True), Format(torch.float32, False)], ids=str
-)
-def test_reduce_bucket_of_dtype_follows_oracle(wire: Format, dtype: torch.dtype) -> None:
-    run_ranks(2, follow_oracle, wire, dtype)
-
-
-def follow_oracle_on_isa(rank: Rank, isa: str) -> None:
+@pytest.mark.parametrize("isa", isas_of_this_cpu())
+@on_ranks(2)
+def test_reduce_bucket_gives_same_bits_on_every_isa(rank: Rank, isa: str) -> None:
+    """test_reduce_bucket_properties.py has all other options."""
+    os.environ["ROTA_ISA"] = isa
     comm = rank.communicator()
     assert rota._C.isa() == isa
+    buckets = gradients(rank.world_size, 40_001)
     for wire in FORMATS:
-        check(rank, comm, isa, wire, dtype=torch.float32, num_elems=40_001, divisor=3.0)
+        got, (num_non_finite, squares) = reduce_once(comm, buckets[rank.rank], wire, divisor=3.0)
+        expected = reduce_bucket(buckets, wire, divisor=3.0)
+        assert_same(got, expected, f"{isa} {wire}")
+        assert num_non_finite == stats_of(expected)[0] > 0 and not math.isfinite(squares)
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-def test_reduce_bucket_gives_same_bits_on_every_isa(isa: str) -> None:
-    try:
-        run_ranks(2, follow_oracle_on_isa, isa, env={"ROTA_ISA": isa})
-    except AssertionError as error:
-        if "this CPU runs" not in str(error):
-            raise
-        pytest.skip(f"this CPU lacks {isa}")
-
-
-def squares_of(rank: Rank, algorithm: str, slot_bytes: int | None) -> tuple[bytes, float]:
-    comm = rank.communicator(slot_bytes=slot_bytes)
+@on_ranks(3)
+def test_reduce_bucket_norm_and_random_bits_depend_on_no_algorithm_or_slot(rank: Rank) -> None:
     bucket = torch.randn(100_003, generator=torch.Generator().manual_seed(rank.rank))
-    seed = 99
-    result, stats = reduce_once(
-        comm,
-        bucket,
-        Format(torch.float16, True),
-        algorithm=algorithm,
-        divisor=3.0,
-        stochastic_seed=seed,
-    )
-    return result.numpy().tobytes(), stats[1]
-
-
-def test_reduce_bucket_norm_and_random_bits_depend_on_no_algorithm_or_slot() -> None:
-    results = [
-        result
-        for algorithm in CANONICAL_ALGORITHMS
-        for slot_bytes in (SMALL_SLOT, 64 << 10, None)
-        for result in run_ranks(3, squares_of, algorithm, slot_bytes)
-    ]
-    assert all(result == results[0] for result in results)
+    results = []
+    for slot_bytes in (SMALL_SLOT, 64 << 10, None):
+        comm = rank.communicator(slot_bytes=slot_bytes)
+        for algorithm in CANONICAL_ALGORITHMS:
+            result, stats = reduce_once(
+                comm,
+                bucket,
+                Format(torch.float16, True),
+                algorithm=algorithm,
+                divisor=3.0,
+                stochastic_seed=99,
+            )
+            results.append((result.numpy().tobytes(), stats[1]))
+    dist.all_gather_object(of_ranks := [None] * rank.world_size, results[0])
+    assert all(result == of_ranks[0] for result in (*results, *of_ranks))
 
 
 @pytest.mark.parametrize("wire", [wire for wire in FORMATS if not wire.block_scaling], ids=str)
@@ -154,7 +98,7 @@ def test_reduce_bucket_without_block_scaling_depends_on_no_bucket_layout(
     rank: Rank, wire: Format
 ) -> None:
     comm = rank.communicator()
-    gradient = gradients(rank.world_size, 20_000, torch.float32)[rank.rank]
+    gradient = gradients(rank.world_size, 20_000)[rank.rank]
     whole, _ = reduce_once(comm, gradient, wire, divisor=3.0)
     for lengths in ((1, 19_999), (77, 4096, 15_827), (10_000, 10_000)):
         parts = [reduce_once(comm, part, wire, divisor=3.0)[0] for part in gradient.split(lengths)]
@@ -238,25 +182,3 @@ def test_error_feedback_makes_up_for_what_rounding_lost(rank: Rank, wire: Format
     plain_error = (plain.double() - exact)[finite].abs().mean()
     # The remaining error is the last residual, averaged over all steps, and the results' rounding.
     assert drift < plain_error
-
-
-@on_ranks(2)
-def test_reduce_bucket_takes_strided_and_misaligned_buckets(rank: Rank) -> None:
-    """Strided and misaligned buckets."""
-    comm = rank.communicator()
-    wire = Format(torch.float16, True)
-    base = torch.randn(80, 90, generator=torch.Generator().manual_seed(rank.rank))
-    others = [torch.randn(80, 90, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    for view in (
-        lambda t: t.t(),
-        lambda t: t[3:, 5:71:2],
-        lambda t: t.flatten()[1:5000],
-        lambda t: t[:0],
-    ):
-        memory = base.clone()
-        stats = torch.zeros(2, dtype=torch.float64)
-        comm.reduce_bucket(
-            view(memory), stats, wire_dtype=wire.dtype, block_scaling=True, divisor=2.0
-        )
-        expected = reduce_bucket([view(other).contiguous() for other in others], wire, divisor=2.0)
-        assert_same(view(memory).contiguous(), expected, "view")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
-import signal
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from oracle import DTYPES, assert_same, name_of, random_patterns
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64)
 CELL_BYTES = 128 << 10  # csrc/transport/layout.h
@@ -62,118 +58,6 @@ def test_send_both_ranks_first_does_not_hang(rank: Rank) -> None:
         send(numbers(rank.rank, LONG), 1 - rank.rank)
         recv(output, 1 - rank.rank)
         assert_same(output, numbers(1 - rank.rank, LONG), "both first")
-
-
-@on_ranks(2)
-def test_irecv_takes_the_message_with_its_tag(rank: Rank) -> None:
-    rank.init()
-    if rank.rank == 0:
-        works = [dist.isend(numbers(tag, 10 + tag), 1, tag=tag) for tag in range(50)]
-    else:
-        outputs = [torch.zeros(10 + tag) for tag in range(50)]
-        works = [dist.irecv(outputs[tag], 0, tag=tag) for tag in reversed(range(50))]
-    for work in works:
-        assert work is not None
-        work.wait()
-        assert work.is_completed()
-    if rank.rank == 1:
-        for tag, output in enumerate(outputs):
-            assert_same(output, numbers(tag, 10 + tag), f"tag {tag}")
-
-
-@on_ranks(4)
-def test_recv_from_any_source_says_whose_it_was(rank: Rank) -> None:
-    comm = rank.communicator()
-    num_messages = 20
-    if rank.rank > 0:
-        for number in range(num_messages):
-            dist.send(torch.tensor([rank.rank, number]), 0)
-            comm.send(torch.tensor([rank.rank, number]), 0, tag=3)
-        comm.barrier()  # a process that ends without closing its group counts as dead
-        return
-    for recv in (
-        lambda output: dist.recv(output),
-        lambda output: comm.recv(output, tag=3),
-    ):
-        counts = [0] * rank.world_size
-        for _ in range(num_messages * (rank.world_size - 1)):
-            output = torch.zeros(2, dtype=torch.int64)
-            source = recv(output)
-            assert output.tolist() == [source, counts[source]]
-            counts[source] += 1
-    comm.barrier()
-
-
-@on_ranks(4)
-def test_batch_isend_irecv_passes_around(rank: Rank) -> None:
-    """The pattern of pipeline stages and ring attention."""
-    rank.init()
-    following, previous = (rank.rank + 1) % 4, (rank.rank - 1) % 4
-    tensor, output = numbers(rank.rank, LONG), torch.zeros(LONG)
-    for lap in range(1, 5):
-        ops = [
-            dist.P2POp(dist.isend, tensor, following),
-            dist.P2POp(dist.irecv, output, previous),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        assert_same(output, numbers((rank.rank - lap) % 4, LONG), f"lap {lap}")
-        tensor, output = output, torch.zeros(LONG)
-    dist.barrier()  # a process that ends before the others finish counts as dead
-
-
-@on_ranks(2)
-def test_send_strided_tensors_are_packed_and_unpacked(rank: Rank) -> None:
-    comm = rank.communicator()
-    whole = numbers(0, 3000).view(100, 30)
-    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda t: t.t(),
-        lambda t: t[:, ::3],
-        lambda t: t[5:50],
-    ]
-    for view in views:
-        for is_async in (False, True):
-            output = torch.zeros_like(whole)
-            if rank.rank == 0:
-                if is_async:
-                    dist.isend(view(whole), 1).wait()
-                else:
-                    comm.send(view(whole), 1)
-            else:
-                if is_async:
-                    dist.irecv(view(output), 0).wait()
-                else:
-                    comm.recv(view(output), 0)
-                expected = torch.zeros_like(whole)
-                view(expected).copy_(view(whole))
-                assert_same(output, expected, "only the view is written")
-
-
-def disagree(rank: Rank) -> tuple[str, str] | None:
-    comm = rank.communicator()
-    if rank.rank == 0:
-        comm.send(numbers(0, 10), 1, tag=4)
-        comm.send(numbers(0, 10), 1, tag=4)
-        error = None
-    else:
-        output = torch.full((11,), 7.0)
-        error = error_of(lambda: comm.recv(output, 0, tag=4))
-        assert (output == 7).all()
-        kind, text = error_of(lambda: comm.recv(output[:10].to(torch.int32), tag=4))
-        assert kind == "Mismatch" and "int32[10]" in text
-    total = numbers(rank.rank)
-    comm.all_reduce(total)  # the group is alive
-    assert_same(total, numbers(0) + numbers(1), "all_reduce")
-    return error
-
-
-def test_recv_of_another_length_or_dtype_names_both_sides() -> None:
-    error = run_ranks(2, disagree)[1]
-    assert error is not None
-    kind, text = error
-    assert kind == "Mismatch"
-    assert "rank 0 called send(float32[10], tag 4)" in text
-    assert "rank 1 called recv(float32[11], tag 4)" in text
 
 
 @on_ranks(2)
@@ -238,23 +122,6 @@ def test_recv_from_a_rank_that_dies_names_it(is_any: bool) -> None:
     assert kind == "PeerFailed" and f"rank 1 (pid {pid})" in text
 
 
-def be_interrupted(rank: Rank) -> str | None:
-    comm = rank.communicator()
-    output = torch.zeros(1)
-    if rank.rank == 0:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        began = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            comm.recv(output, 1)
-        assert time.monotonic() - began < 5
-        return None
-    return error_of(lambda: comm.recv(output, 0))[1]
-
-
-def test_recv_interrupted_by_ctrl_c_tells_its_peer() -> None:
-    assert "was interrupted" in str(run_ranks(2, be_interrupted)[1])
-
-
 @on_ranks(2)
 def test_isend_goes_on_while_its_rank_does_something_else(rank: Rank) -> None:
     """Rank 0 enters a barrier, which rank 1 enters only once it has received: nothing hangs."""
@@ -285,27 +152,22 @@ def test_irecv_future_is_set_while_nobody_waits(rank: Rank) -> None:
     send.wait()
 
 
-def give_up_waiting(rank: Rank) -> None:
+@on_ranks(2)
+def test_work_wait_gives_up_and_the_recv_goes_on(rank: Rank) -> None:
     rank.init()
     if rank.rank == 0:
-        rank.hear()
+        rank.await_word()
         dist.send(numbers(0), 1)
         return
     output = torch.zeros(1000)
     work = dist.irecv(output, 0)
     error = error_of(lambda: work.wait(timedelta(milliseconds=50)))
-    check_error(error, "Timeout", "gave up after 50 ms")
-    assert not work.is_completed()
-    rank.tell()
+    is_completed = work.is_completed()
+    rank.say()
     work.wait()
     assert_same(output, numbers(0), "after all")
-
-
-def test_work_wait_gives_up_and_the_recv_goes_on() -> None:
-    with Ranks(2, give_up_waiting) as ranks:
-        ranks.hear(1)
-        ranks.tell(0)
-        ranks.results()
+    check_error(error, "Timeout", "gave up after 50 ms")
+    assert not is_completed
 
 
 @on_ranks(2)
@@ -325,106 +187,40 @@ def test_work_that_is_dropped_is_done(rank: Rank) -> None:
     dist.barrier()  # the other rank has received this rank's message
 
 
-def close_with_messages(rank: Rank) -> None:
+@on_ranks(2)
+def test_recv_from_a_rank_that_has_left_gets_what_it_sent(rank: Rank) -> None:
     comm = rank.communicator()
     if rank.rank == 0:
         comm.send(numbers(0), 1)
         comm.close()
-        rank.tell()
+        rank.say()
         assert error_of(lambda: comm.send(numbers(0), 1))[0] == "RotaError"
         return
-    rank.hear()
+    rank.await_word()
     output = torch.zeros(1000)
     comm.recv(output, 0)  # arrived before rank 0 left
     assert_same(output, numbers(0), "from a rank that has left")
     check_error(error_of(lambda: comm.recv(output, 0)), "PeerFailed", "has left the group")
 
 
-def test_recv_from_a_rank_that_has_left_gets_what_it_sent() -> None:
-    with Ranks(2, close_with_messages) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        ranks.results()
-
-
 EARLY_BYTES = 256 << 20
 
 
-def be_short_of_memory(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_early_message_without_memory_for_it_names_its_length(rank: Rank) -> None:
     """Rank 1 waits in a barrier, so it takes in what rank 0 sends, for which it has no memory."""
     rank.init()
     dist.send(torch.ones(1), 1) if rank.rank == 0 else dist.recv(torch.ones(1), 0)
     if rank.rank == 0:
-        rank.hear()
-        return error_of(lambda: dist.send(torch.zeros(EARLY_BYTES, dtype=torch.uint8), 1))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most_bytes = pages * resource.getpagesize() + EARLY_BYTES // 4
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, limits[1]))
-    rank.tell()
-    error = error_of(dist.barrier)
-    resource.setrlimit(resource.RLIMIT_AS, limits)
-    return error
-
-
-def test_early_message_without_memory_for_it_names_its_length() -> None:
-    with Ranks(2, be_short_of_memory) as ranks:
-        ranks.hear(1)
-        ranks.tell(0)
-        errors = ranks.results()
-    for error in errors:
-        check_error(
-            error, "TransportError", f"(uint8[{EARLY_BYTES}], tag 0) that came before its recv"
-        )
-
-
-@on_ranks(2)
-def test_send_object_list_arrives(rank: Rank) -> None:
-    rank.init()
-    if rank.rank == 0:
-        dist.send_object_list([{"a": 1}, "text"], 1)
+        rank.await_word()
+        error = error_of(lambda: dist.send(torch.zeros(EARLY_BYTES, dtype=torch.uint8), 1))
     else:
-        objects: list[object] = [None, None]
-        dist.recv_object_list(objects, 0)
-        assert objects == [{"a": 1}, "text"]
-
-
-@on_ranks(3)
-def test_send_in_a_subgroup_is_apart(rank: Rank) -> None:
-    """Ranks of a subgroup are numbered from 0, and its messages are separate from other groups'."""
-    rank.init()
-    group = dist.new_group([1, 2], backend="rota")
-    if rank.rank == 0:
-        return
-    peer = 3 - rank.rank
-    ours, theirs = torch.zeros(1000), torch.zeros(1000)
-    works = [
-        dist.isend(numbers(rank.rank), peer),
-        dist.isend(numbers(10 + rank.rank), peer, group=group),
-    ]
-    dist.recv(theirs, peer, group=group)
-    dist.recv(ours, peer)
-    assert_same(ours, numbers(peer), "world")
-    assert_same(theirs, numbers(10 + peer), "subgroup")
-    for work in works:
-        assert work is not None
-        work.wait()
-
-
-def use_in_child(rank: Rank) -> str | None:
-    comm = rank.communicator()
-    comm.barrier()
-    if rank.rank == 1:
-        comm.barrier()
-        return None
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, error_of(lambda: comm.send(numbers(0), 1))[1].encode())
-        os._exit(0)
-    text = os.read(reader, 1000).decode()
-    comm.barrier()
-    return text
-
-
-def test_send_in_a_forked_child_is_refused() -> None:
-    assert "belongs to the parent process" in str(run_ranks(2, use_in_child)[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most_bytes = pages * resource.getpagesize() + EARLY_BYTES // 4
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, limits[1]))
+        rank.say()
+        error = error_of(dist.barrier)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    length = f"(uint8[{EARLY_BYTES}], tag 0) that came before its recv"
+    check_error(error, "TransportError", length)

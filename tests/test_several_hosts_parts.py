@@ -1,4 +1,4 @@
-"""The other collectives, messages and subgroups of ranks on several hosts."""
+"""The other collectives, messages and subgroups of ranks on several hosts, and some on one."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from oracle import (
 from ranks import Rank
 from several_hosts import (
     INTERLEAVED,
+    ONE_HOST,
     STAR_BYTES,
     THREE_UNEVEN,
     TWO_BY_TWO,
@@ -31,6 +32,7 @@ from several_hosts import (
     by_hosts,
     default_group,
     of_every_layout,
+    of_one_host_and_several,
     on_layout,
     rounded,
 )
@@ -70,7 +72,7 @@ def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(rank: Rank, layou
 LENGTHS = (0, 1, 70_001, 20, 300_007, 64)  # of uneven parts, by rank
 
 
-@of_every_layout
+@of_one_host_and_several
 @on_layout()
 def test_all_gather_and_reduce_scatter_of_uneven_parts(rank: Rank, layout: Layout) -> None:
     rank.init()
@@ -153,7 +155,7 @@ def numbers(source: int, target: int, num_elems: int) -> torch.Tensor:
     return torch.arange(num_elems, dtype=torch.float64) + 1e7 * source + 1e9 * target
 
 
-@of_every_layout
+@of_one_host_and_several
 @on_layout()
 def test_gather_scatter_and_all_to_all_move_every_part(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
@@ -200,7 +202,9 @@ def check_works_and_futures(n: int, own: float, total: float) -> None:
     doubled = future.then(lambda done: done.value()[0] * 2)
     assert doubled.wait()[-1].item() == 2 * total
     assert future.wait()[0].data_ptr() == tensor.data_ptr()
-    assert work.wait() and work.is_completed()
+    assert work.wait() and work.is_completed() and work.is_success()
+    for values in (work.result(), work.get_future().wait()):  # also after the work is done
+        assert values[0][0].item() == total
 
     works = [
         dist.all_reduce(reduced := torch.full((2,), own), async_op=True),
@@ -269,7 +273,7 @@ def check_sparse_sums(n: int, own_rank: int) -> None:
         assert torch.equal(tensor.to_dense(), torch.stack([s.to_dense() for s in sparse]).sum(0))
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
+@pytest.mark.parametrize("layout", [ONE_HOST, TWO_BY_TWO, THREE_UNEVEN, INTERLEAVED], ids=str)
 @on_layout()
 def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Layout) -> None:
     """What DDP, FSDP and users call beside the plain collectives."""
@@ -286,7 +290,7 @@ def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank, layout: Lay
 # ---- messages between two ranks
 
 
-@of_every_layout
+@of_one_host_and_several
 @on_layout()
 def test_messages_reach_the_recv_with_their_tag(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
@@ -365,7 +369,7 @@ def test_send_both_ranks_first_does_not_hang(rank: Rank, layout: Layout) -> None
         assert one.item() == 1
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
+@pytest.mark.parametrize("layout", [ONE_HOST, TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
 @on_layout()
 def test_recv_from_any_source_takes_messages_of_every_host(rank: Rank, layout: Layout) -> None:
     communicator = rank.communicator()
