@@ -1,19 +1,16 @@
-"""rota.fused_hook: its results, for every kind of model and way to train with DDP."""
+"""rota.fused_hook: its numbers, and what its state says of a backward pass."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import pickle
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import rota
 from bucket_oracle import FORMATS, Format, reduce_bucket, stats_of
@@ -116,18 +113,17 @@ def test_fused_hook_scales_as_documented(options: dict[str, Any]) -> None:
     run_ranks(3, follow_oracle, Format(torch.float16, True), options)
 
 
-def predivide(rank: Rank, factor: float) -> list[float]:
+# 50000 is the midpoint of 49984 and 50016 in float16; 49984 is the even one.
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, math.inf), (2.0, 49984.0)])
+@on_ranks(2)
+def test_gradient_predivide_factor_keeps_contributions_from_overflowing(
+    rank: Rank, factor: float, expected: float
+) -> None:
     rank.init("gloo")
     state = rota.HookState(None, block_scaling=False, gradient_predivide_factor=factor)
     ddp = make_ddp(ExactGradients(), state)
     ddp(torch.full((2050,), 1e5 if rank.rank == 0 else 0.0)).backward()
-    return gradients_of(ddp).unique().tolist()
-
-
-def test_gradient_predivide_factor_keeps_contributions_from_overflowing() -> None:
-    assert run_ranks(2, predivide, 1.0) == [[math.inf]] * 2
-    # 50000 is the midpoint of 49984 and 50016 in float16; 49984 is the even one.
-    assert run_ranks(2, predivide, 2.0) == [[49984.0]] * 2
+    assert gradients_of(ddp).unique().tolist() == [expected]
 
 
 @on_ranks(2)
@@ -145,293 +141,95 @@ def test_each_model_has_its_own_state(rank: Rank) -> None:
     assert results == [[1024.0], [1025.0]]
 
 
-def average_in_subgroup(rank: Rank) -> list[float] | None:
-    rank.init("gloo")
-    group = dist.new_group([0, 2])
-    dist.barrier()  # Gloo fails if a rank leaves while others still connect
-    if rank.rank == 1:
-        return None
-    ddp = make_ddp(ExactGradients(), rota.HookState(group), process_group=group)
-    ddp(torch.full((2050,), float(rank.rank))).backward()
-    return gradients_of(ddp).unique().tolist()
-
-
-def test_fused_hook_averages_over_the_group_of_its_state() -> None:
-    assert run_ranks(3, average_in_subgroup) == [[1.0], None, [1.0]]
-
-
-def double_average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
-    return rota.fused_hook(state, bucket).then(lambda done: done.value() * 2)
-
-
 @on_ranks(2)
-def test_fused_hook_future_can_be_chained(rank: Rank) -> None:
+def test_fused_hook_of_complex_parameters_equals_ddp_without_hook(rank: Rank) -> None:
+    """test_random_ddp.py has other kinds of models and ways to train."""
     rank.init("gloo")
-    ddp = DistributedDataParallel(ExactGradients(), bucket_cap_mb=SMALL_BUCKETS_MB)
-    ddp.register_comm_hook(rota.HookState(), double_average)
-    ddp(torch.full((2050,), float(rank.rank))).backward()
-    result = gradients_of(ddp).unique().tolist()
-    assert result == [1.0]
-
-
-# ---- kinds of models and ways to train, compared with plain DDP on the same exact gradients
-
-
-class Scenario(NamedTuple):
-    """How to train. After each step `train` yields whether the hook's norm covers all gradients."""
-
-    train: Callable[[DistributedDataParallel, int], Iterator[bool]]
-    model: Callable[[], torch.nn.Module] = ExactGradients
-    ddp_options: dict[str, Any] = {}  # noqa: RUF012  (nobody changes it)
-
-
-def backward_each_step(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    for step in range(4):
-        ddp.zero_grad()
-        ddp(exact_batch(rank, step)).backward()
-        yield True
-
-
-def backward_onto_zeros(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    for step in range(4):
-        ddp.zero_grad(set_to_none=False)
-        ddp(exact_batch(rank, step)).backward()
-        yield True
-
-
-def accumulate_without_sync(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    for step in range(3):
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(exact_batch(rank, step + 10)).backward()
-            ddp(exact_batch(rank, step + 20)).backward()
-        ddp(exact_batch(rank, step)).backward()
-        yield True
-
-
-def accumulate_with_sync(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    for step in range(3):
-        ddp.zero_grad()
-        for micro_step in range(3):
-            ddp(exact_batch(rank, step + 10 * micro_step)).backward()
-            yield True
-
-
-def leave_some_unused(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    """Each parameter is used by all ranks, by rank 0 only, or by none, in turn."""
-    for step in range(5):
-        ddp.zero_grad()
-        used = [(step + i) % 5 for i in range(3)] + ([(step + 3) % 5] if rank == 0 else [])
-        ddp(exact_batch(rank, step), used).backward()
-        yield True
-
-
-def use_buckets_in_turns(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    """Where DDP leaves out unused buckets, two steps have none in common."""
-    for step in range(4):
-        ddp.zero_grad()
-        ddp(exact_batch(rank, step), [1, 2] if step % 2 else [3, 4]).backward()
-        yield True
-
-
-def leave_some_unused_in_the_end(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    for step in range(4):
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(exact_batch(rank, step + 10), [0, 1]).backward()
-        ddp(exact_batch(rank, step), [1, 2, 3]).backward()
-        yield True
-
-
-def leave_what_was_reduced_unused(ddp: DistributedDataParallel, rank: int) -> Iterator[bool]:
-    """DDP reduces such gradients again, but leaves them unchanged unless they are bucket views."""
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(exact_batch(rank, step)).backward()
-        yield True
-        ddp(exact_batch(rank, step + 10), [0, 4]).backward()
-        yield ddp.gradient_as_bucket_view
-
-
-class Tied(torch.nn.Module):
-    """One weight, used twice under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = ExactGradients()
-        self.second = ExactGradients()
-        self.second.weights[1] = self.first.weights[1]
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.first(batch) + self.second(batch)
-
-
-class Checkpointed(torch.nn.Module):
-    """Every second gradient comes in a graph task of its own, inside the others' task."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = torch.nn.ModuleList(ExactGradients() for _ in range(4))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        batch = batch.clone().requires_grad_()
-        terms = []
-        for i, part in enumerate(self.parts):
-            is_plain = i % 2 > 0
-            terms.append(part(batch) if is_plain else checkpoint(part, batch, use_reentrant=True))
-        return torch.stack(terms).sum()
-
-
-def mixed_dtypes() -> torch.nn.Module:
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float32)
-    return ExactGradients(dtypes)
-
-
-def complex_and_real() -> torch.nn.Module:
-    return ExactGradients((torch.complex64, torch.float32) * 2 + (torch.complex128,))
-
-
-UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": TINY_BUCKETS_MB}
-SKIP = "skip_all_reduce_unused_params"  # since torch 2.13
-CAN_SKIP = SKIP in inspect.signature(DistributedDataParallel).parameters
-SKIPPED = {**UNUSED, SKIP: True} if CAN_SKIP else UNUSED
-SCENARIOS = {
-    "skipped": Scenario(use_buckets_in_turns, ddp_options=SKIPPED),
-    "plain": Scenario(backward_each_step),
-    "zeros": Scenario(backward_onto_zeros),
-    "no-sync": Scenario(accumulate_without_sync),
-    "sync": Scenario(accumulate_with_sync),
-    "unused": Scenario(leave_some_unused, ddp_options=UNUSED),
-    "unused-no-sync": Scenario(leave_some_unused_in_the_end, ddp_options=UNUSED),
-    "unused-sync": Scenario(leave_what_was_reduced_unused, ddp_options=UNUSED),
-    "static-graph": Scenario(backward_each_step, ddp_options={"static_graph": True}),
-    "static-mixed-dtypes": Scenario(
-        accumulate_with_sync, mixed_dtypes, ddp_options={"static_graph": True}
-    ),
-    "checkpoints": Scenario(backward_each_step, Checkpointed),
-    "tied": Scenario(backward_each_step, Tied),
-    "mixed-dtypes": Scenario(backward_each_step, mixed_dtypes),
-    "complex": Scenario(backward_each_step, complex_and_real),
-    "one-bucket": Scenario(backward_each_step, ddp_options={"bucket_cap_mb": 25}),
-}
-
-
-def train_beside_torch(rank: Rank, name: str, as_view: bool) -> int:
-    rank.init("gloo")
-    scenario = SCENARIOS[name]
-    options = {"gradient_as_bucket_view": as_view, **scenario.ddp_options}
+    dtypes = (torch.complex64, torch.float32) * 2 + (torch.complex128,)
     state = rota.HookState()
-    ours = make_ddp(scenario.model(), state, **options)
-    torchs = make_ddp(scenario.model(), None, **options)
-    steps = zip(scenario.train(ours, rank.rank), scenario.train(torchs, rank.rank), strict=True)
-    for num_steps, (has_norm, _) in enumerate(steps, 1):
-        for (parameter, p), q in zip(ours.named_parameters(), torchs.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), f"step {num_steps}, {parameter}"
-            if p.grad is not None and q.grad is not None:
-                assert torch.equal(p.grad, q.grad), f"step {num_steps}, {parameter}"
-        assert not state.found_inf
-        if has_norm:
-            assert state.grad_norm().item() == norm_of(ours).item(), f"step {num_steps}"
-    return num_steps
-
-
-@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_fused_hook_equals_ddp_without_hook(name: str, as_view: bool) -> None:
-    assert min(run_ranks(2, train_beside_torch, name, as_view)) > 2
+    ours, torchs = make_ddp(ExactGradients(dtypes), state), make_ddp(ExactGradients(dtypes), None)
+    for step in range(4):
+        for ddp in (ours, torchs):
+            ddp.zero_grad()
+            ddp(exact_batch(rank.rank, step)).backward()
+        for p, q in zip(ours.parameters(), torchs.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), f"step {step}"
+        assert not state.found_inf and state.grad_norm().item() == norm_of(ours).item()
 
 
 # ---- the state's results of the last backward pass
 
 
-def meet_inf(rank: Rank) -> list[tuple[bool, float]]:
+@on_ranks(3)
+def test_inf_of_one_rank_is_found_on_all(rank: Rank) -> None:
     rank.init("gloo")
     state = rota.HookState()
     ddp = make_ddp(
         ExactGradients(), state, find_unused_parameters=True, bucket_cap_mb=TINY_BUCKETS_MB
     )
-    seen = []
     for step in range(5):
         batch = exact_batch(rank.rank, step)
         if step in (1, 2) and rank.rank == step:
             batch[0] = torch.inf
         ddp.zero_grad()
         ddp(batch, [0] if step == 1 else [4]).backward()  # in different buckets
-        seen.append((state.found_inf, state.grad_norm().item()))
-    return seen
+        assert state.found_inf == math.isinf(state.grad_norm().item()) == (step in (1, 2))
 
 
-def test_inf_of_one_rank_is_found_on_all() -> None:
-    results = run_ranks(3, meet_inf)
-    assert results[0] == results[1] == results[2]
-    assert [found for found, _ in results[0]] == [False, True, True, False, False]
-    assert [math.isinf(norm) for _, norm in results[0]] == [False, True, True, False, False]
-
-
-def ask_too_early(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(1)
+def test_results_before_a_backward_pass_are_refused(rank: Rank) -> None:
     rank.init("gloo")
     state = rota.HookState()
     ddp = make_ddp(ExactGradients(), state)
     errors = [error_of(state.grad_norm), error_of(lambda: state.found_inf)]
     with ddp.no_sync():
         ddp(exact_batch(0, 0)).backward()
-    return [*errors, error_of(state.grad_norm)]
-
-
-def test_results_before_a_backward_pass_are_refused() -> None:
-    for error in run_ranks(1, ask_too_early)[0]:
+    for error in (*errors, error_of(state.grad_norm)):
         check_error(error, "RuntimeError", "backward()")
 
 
-def ask_after_failure(rank: Rank) -> tuple[str, str] | None:
+@on_ranks(2)
+def test_results_of_a_failed_backward_pass_are_refused(rank: Rank) -> None:
     rank.init("gloo", timeout_s=2.0)
     state = rota.HookState()
     ddp = make_ddp(ExactGradients(), state)
     for step in range(3):
         ddp(exact_batch(rank.rank, step)).backward()
     if rank.rank == 1:
-        return None  # leaves
+        return  # leaves
     error, text = error_of(lambda: ddp(exact_batch(rank.rank, 3)).backward())
     assert error in ("PeerFailed", "Timeout"), text
-    return error_of(state.grad_norm)
-
-
-def test_results_of_a_failed_backward_pass_are_refused() -> None:
-    refused = run_ranks(2, ask_after_failure)[0]
-    assert refused is not None and refused[0] == "RuntimeError"
-
-
-def fail_halfway(gradient: torch.Tensor) -> None:
-    raise RuntimeError("halfway")
-
-
-def train_until_failure(model: ExactGradients, state: rota.HookState, batch: torch.Tensor) -> None:
-    """A backward pass fails on all ranks after its first buckets."""
-    ddp = make_ddp(model, state, bucket_cap_mb=TINY_BUCKETS_MB)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(batch).backward()
-    before = state.state_dict()
-    hook = model.weights[2].register_hook(fail_halfway)
-    ddp.zero_grad()
-    assert error_of(lambda: ddp(batch).backward()) == ("RuntimeError", "halfway")
-    hook.remove()
-    assert error_of(state.grad_norm)[0] == "RuntimeError"
-    after = state.state_dict()
-    assert after["num_reductions"] == before["num_reductions"]
-    for name, residual in before["residuals"].items():
-        assert torch.equal(after["residuals"][name], residual), name
+    check_error(error_of(state.grad_norm), "RuntimeError")
 
 
 @on_ranks(2)
 def test_backward_pass_after_one_that_failed_begins_anew(rank: Rank) -> None:
+    """The first fails on all ranks after its first buckets."""
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(
         wire_dtype=torch.bfloat16, error_feedback=True, stochastic_rounding=True, model=model
     )
     batch = random_inputs(1, 2050, torch.float32)[0]
-    train_until_failure(model, state, batch)
+    ddp = make_ddp(model, state, bucket_cap_mb=TINY_BUCKETS_MB)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(batch).backward()
+    before = state.state_dict()
+
+    def fail_halfway(gradient: torch.Tensor) -> None:
+        raise RuntimeError("halfway")
+
+    hook = model.weights[2].register_hook(fail_halfway)
+    ddp.zero_grad()
+    assert error_of(lambda: ddp(batch).backward()) == ("RuntimeError", "halfway")
+    hook.remove()
+    check_error(error_of(state.grad_norm), "RuntimeError")
+    after = state.state_dict()
+    assert after["num_reductions"] == before["num_reductions"]
+    for name, residual in before["residuals"].items():
+        assert torch.equal(after["residuals"][name], residual), name
+    del ddp
     model.zero_grad()
     # The first bucket holds parameters that the failed pass has not come to.
     model.weights = torch.nn.ParameterList(reversed(list(model.weights)))
