@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 from typing import Any, NamedTuple
 
@@ -16,23 +15,15 @@ import torch
 import torch.distributed as dist
 
 import rota
-from bucket_sums import check_bucket_sums
 from oracle import (
-    FLOAT8_DTYPES,
-    FLOAT_DTYPES,
     assert_same,
     contract,
-    name_of,
-    ops_of,
     random_inputs,
 )
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota import _C
 from rota.doctor import hosts as doctor_hosts
 
-SLOT_BYTES = 4096
-# Shards of which some are empty, and several rounds through short slots.
-LENGTHS = (129, 20_003)
 LONG = 1 << 17  # float32, beyond where "auto" is "two_level"
 
 
@@ -59,11 +50,6 @@ LAYOUTS = [TWO_BY_TWO, Layout("aaabbb"), Layout("aabbccdd")]
 # ---- which ranks make a level
 
 
-def nodes_of(rank: Rank, layout: Layout) -> list[list[int]]:
-    layout.enter(rank)
-    return rank.communicator().numa_nodes
-
-
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
@@ -82,11 +68,15 @@ def test_nodes_are_a_level_if_each_has_as_many_consecutive_ranks(
     assert run_ranks(len(nodes), nodes_of, Layout(nodes)) == [expected] * len(nodes)
 
 
+def nodes_of(rank: Rank, layout: Layout) -> list[list[int]]:
+    layout.enter(rank)
+    return rank.communicator().numa_nodes
+
+
 @on_ranks(2)
 def test_ranks_that_are_not_bound_to_nodes_make_no_level(rank: Rank) -> None:
     os.environ.pop("ROTA_NUMA_NODE", None)
-    result = rank.communicator().numa_nodes
-    assert result == []
+    assert rank.communicator().numa_nodes == []
 
 
 def error_with_nodes(rank: Rank, nodes: list[str | None]) -> tuple[str, str]:
@@ -98,65 +88,27 @@ def error_with_nodes(rank: Rank, nodes: list[str | None]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "parts"),
+    ("nodes", "fact"),
     [
-        (["0", None, "1"], ("rank 0 has ROTA_NUMA_NODE=0, rank 1 has none", "for every rank")),
-        ([None, None, "7"], ("rank 0 has none, rank 2 has ROTA_NUMA_NODE=7", "for every rank")),
+        (["0", None, "1"], "rank 0 has ROTA_NUMA_NODE=0, rank 1 has none"),
+        ([None, None, "7"], "rank 0 has none, rank 2 has ROTA_NUMA_NODE=7"),
     ],
 )
+@on_ranks(3)
 def test_node_set_by_hand_on_some_ranks_only_is_an_error_everywhere(
-    nodes: list[str | None], parts: tuple[str, ...]
+    rank: Rank, nodes: list[str | None], fact: str
 ) -> None:
-    for error in run_ranks(3, error_with_nodes, nodes):
-        check_error(error, "TransportError", *parts)
+    check_error(error_with_nodes(rank, nodes), "TransportError", fact, "for every rank")
 
 
 @pytest.mark.parametrize("node", ["", "one", "-1", "1.5", "0 "])
-def test_node_that_is_no_number_is_refused(node: str) -> None:
-    error = run_ranks(1, error_with_nodes, [node])[0]
-    check_error(error, "TransportError", f"ROTA_NUMA_NODE is '{node}', expected a number")
+@on_ranks(1)
+def test_node_that_is_no_number_is_refused(rank: Rank, node: str) -> None:
+    fact = f"ROTA_NUMA_NODE is '{node}', expected a number"
+    check_error(error_with_nodes(rank, [node]), "TransportError", fact)
 
 
-# ---- the bits of one level
-
-
-def orders_of(layout: Layout, dtype: torch.dtype) -> list[dict[str, Any]]:
-    orders: list[dict[str, Any]] = [{"group_size": layout.node_size}, {"order": "tree"}]
-    return orders if dtype.is_floating_point else [*orders, {}]
-
-
-def check_all_reduce(rank: Rank, layout: Layout, dtype: torch.dtype) -> None:
-    layout.enter(rank)
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    wires = (None, torch.float16) if dtype == torch.float32 else (None,)
-    for length, order in itertools.product(LENGTHS, orders_of(layout, dtype)):
-        inputs = random_inputs(rank.world_size, length, dtype)
-        own = inputs[rank.rank]
-        for op, wire_dtype in itertools.product(ops_of(dtype), wires):
-            expected = contract(inputs, op, wire_dtype, **order)
-            # Each after the other, so that slots and flags carry over.
-            for algorithm in ("two_level", "one_shot", "two_level", "two_shot"):
-                tensor = own.clone()
-                communicator.all_reduce(tensor, op, algorithm, wire_dtype, **order)
-                assert_same(tensor, expected, f"{op} {algorithm} {order} {wire_dtype} {length}")
-
-
-@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, FLOAT8_DTYPES[0], torch.int8], ids=name_of)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_all_reduce_has_the_bits_of_one_level(layout: Layout, dtype: torch.dtype) -> None:
-    run_ranks(len(layout.nodes), check_all_reduce, layout, dtype)
-
-
-def check_bucket(rank: Rank, layout: Layout) -> None:
-    layout.enter(rank)
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    for order in orders_of(layout, torch.float32):
-        check_bucket_sums(communicator, LENGTHS, ("two_level", "two_shot"), order)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bucket_has_the_bits_of_one_level(layout: Layout) -> None:
-    run_ranks(len(layout.nodes), check_bucket, layout)
+# ---- the bits of one level, which test_sum_order.py has for short slots
 
 
 def check_long(rank: Rank, layout: Layout) -> None:
@@ -166,13 +118,16 @@ def check_long(rank: Rank, layout: Layout) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         inputs = random_inputs(rank.world_size, 3 * LONG + 17, dtype)
         own = inputs[rank.rank]
-        for order in orders_of(layout, dtype):
+        for order in ({"group_size": layout.node_size}, {"order": "tree"}):
             expected = contract(inputs, "sum", **order)
             communicator.all_reduce(tensor := own.clone(), **order)
             assert_same(tensor, expected, f"{dtype} {order}")
             root = rank.world_size - 1
             communicator.reduce(tensor := own.clone(), root, **order)
             assert_same(tensor, expected if rank.rank == root else own, f"reduce {dtype} {order}")
+        if not dtype.is_floating_point:
+            communicator.all_reduce(tensor := own.clone(), algorithm="two_level")
+            assert_same(tensor, contract(inputs, "sum"), f"{dtype} in any order")
         dist.all_reduce(tensor := own.clone())
         assert_same(tensor, contract(inputs, "sum"), f"the default order of {dtype}")
 
@@ -185,42 +140,39 @@ def test_long_tensors_have_the_bits_of_one_level(layout: Layout) -> None:
 # ---- which algorithm
 
 
-def call_with_algorithms(
-    rank: Rank, algorithms: dict[str, str], num_elems: int, order: dict[str, Any]
+def error_where_rank_0_calls_another(
+    rank: Rank, first: str, others: str, num_elems: int, order: dict[str, Any]
 ) -> tuple[str, str]:
     TWO_BY_TWO.enter(rank)
-    algorithm = algorithms["others"] if rank.rank > 0 else algorithms["first"]
+    algorithm = others if rank.rank > 0 else first
     tensor = torch.ones(num_elems)
     return error_of(lambda: rank.communicator().all_reduce(tensor, "sum", algorithm, **order))
 
 
 @pytest.mark.parametrize(
-    ("num_elems", "order", "is_two_level"),
+    ("num_elems", "order", "chosen"),
     [
-        (LONG, {"group_size": 2}, True),
-        (LONG, {"order": "tree"}, True),
-        (LONG, {}, False),
-        (1000, {"group_size": 2}, False),
+        (LONG, {"group_size": 2}, "two_level"),
+        (LONG, {"order": "tree"}, "two_level"),
+        (LONG, {}, "two_shot"),
+        (1000, {"group_size": 2}, "one_shot"),
     ],
     ids=["groups", "tree", "ascending", "short"],
 )
+@on_ranks(4)
 def test_auto_is_two_level_where_the_order_allows_it(
-    num_elems: int, order: dict[str, Any], is_two_level: bool
+    rank: Rank, num_elems: int, order: dict[str, Any], chosen: str
 ) -> None:
     """Ranks that run the same algorithm agree, whoever has chosen it."""
-    algorithms = {"first": "auto", "others": "two_level" if is_two_level else "two_shot"}
-    if num_elems < LONG:
-        algorithms["others"] = "one_shot"
-    for error in run_ranks(4, call_with_algorithms, algorithms, num_elems, order):
-        check_error(error, "nothing")
+    error = error_where_rank_0_calls_another(rank, "auto", chosen, num_elems, order)
+    check_error(error, "nothing")
 
 
-def test_mismatch_names_the_nodes() -> None:
-    algorithms = {"first": "two_level", "others": "two_shot"}
-    for error in run_ranks(4, call_with_algorithms, algorithms, 1000, {"group_size": 2}):
-        check_error(
-            error, "Mismatch", "two_level, nodes of 2, groups of 2", "two_shot, groups of 2"
-        )
+@on_ranks(4)
+def test_mismatch_names_the_nodes(rank: Rank) -> None:
+    order = {"group_size": 2}
+    error = error_where_rank_0_calls_another(rank, "two_level", "two_shot", 1000, order)
+    check_error(error, "Mismatch", "two_level, nodes of 2, groups of 2", "two_shot, groups of 2")
 
 
 def refusals(rank: Rank, layout: Layout, orders: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -252,39 +204,6 @@ def test_two_level_without_nodes_is_refused() -> None:
     for ((error, text),) in run_ranks(2, refusals, Layout("aa"), [{"group_size": 2}]):
         assert error == "ValueError"
         assert "algorithm='two_level' needs" in text and "ROTA_NUMA_NODE" in text
-
-
-# ---- a rank that is lost
-
-
-def reduce_until_error(rank: Rank, num_elems: int) -> list[tuple[str, str]]:
-    TWO_BY_TWO.enter(rank)
-    communicator = rank.communicator()
-    tensor = torch.zeros(num_elems)
-    for _ in range(20):
-        communicator.all_reduce(tensor, "sum", "two_level", group_size=2)
-    rank.tell()
-
-    def loop() -> None:
-        while True:
-            communicator.all_reduce(tensor, "sum", "two_level", group_size=2)
-
-    return [error_of(loop), error_of(communicator.barrier)]
-
-
-@pytest.mark.parametrize("num_elems", [5, 3_000_000], ids=["short", "long"])
-@pytest.mark.parametrize("dead", [0, 1, 3], ids="rank{}".format)
-def test_rank_killed_during_two_level_raises_peer_failed(dead: int, num_elems: int) -> None:
-    with Ranks(4, reduce_until_error, num_elems) as ranks:
-        results = ranks.results_without(dead)
-        pid = ranks.pid(dead)
-    for rank in set(range(4)) - {dead}:
-        (error, text), (later, later_text) = results[rank]
-        assert error == later == "PeerFailed"
-        assert text.startswith(f"rota.all_reduce: rank {rank}/4")
-        assert f"rank {dead} (pid {pid}) has died" in text
-        assert "epoch" in text and "step" in text
-        assert "the group is dead" in later_text
 
 
 # ---- doctor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from bucket_sums import check_bucket_sums
+from bucket_oracle import Format, reduce_bucket
 from oracle import (
     FLOAT8_DTYPES,
     FLOAT_DTYPES,
@@ -29,40 +30,65 @@ pytestmark = pytest.mark.same_in_every_build
 SLOT_BYTES = 4096
 # One mailbox message, and several rounds through slots.
 LENGTHS = (129, 20_003)
+BUCKET_WIRES = (
+    Format(torch.float32, False),
+    Format(torch.float16, True),
+    Format(torch.bfloat16, False),
+)
 
 
 class Order(NamedTuple):
     world_size: int
     options: dict[str, Any]
+    node_size: int | None = None  # of NUMA nodes, which "two_level" adds first
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Some twice, so that slots and flags carry over to and from the others."""
+        names = ("one_shot", "two_shot", "auto")
+        return names if self.node_size is None else ("two_level", "one_shot", "two_level", *names)
+
+    def communicator(self, rank: Rank) -> rota.Communicator:
+        if self.node_size is not None:
+            os.environ["ROTA_NUMA_NODE"] = str(rank.rank // self.node_size)
+        return rank.communicator(slot_bytes=SLOT_BYTES)
 
     def __str__(self) -> str:
         name, value = next(iter(self.options.items()))
-        return f"ws{self.world_size}-{name}-{value}"
+        nodes = "" if self.node_size is None else f"-nodes-of-{self.node_size}"
+        return f"ws{self.world_size}-{name}-{value}{nodes}"
 
 
 ORDERS = [
     *(Order(size, {"order": "tree"}) for size in (1, 3, 4, 5, 8)),
     *(Order(4 if group != 3 else 6, {"group_size": group}) for group in (1, 2, 3, 4)),
+    *(
+        Order(size, options, node_size)
+        for size, node_size in ((4, 2), (6, 3), (8, 2))
+        for options in ({"group_size": node_size}, {"order": "tree"})
+    ),
 ]
+each_order = pytest.mark.parametrize("order", ORDERS, ids=str)
 
 
-def check_all_reduce(rank: Rank, options: dict[str, Any], dtype: torch.dtype) -> None:
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
+def check_all_reduce(rank: Rank, order: Order, dtype: torch.dtype) -> None:
+    communicator = order.communicator(rank)
     wires = (None, torch.float16) if dtype == torch.float32 else (None,)
+    options = order.options
     for length in LENGTHS:
         inputs = random_inputs(rank.world_size, length, dtype)
         for op, wire_dtype in itertools.product(ops_of(dtype), wires):
             expected = contract(inputs, op, wire_dtype, **options)
-            for algorithm in ("one_shot", "two_shot", "auto"):
+            for algorithm in order.algorithms:
                 tensor = inputs[rank.rank].clone()
                 communicator.all_reduce(tensor, op, algorithm, wire_dtype, **options)
                 assert_same(tensor, expected, f"{op} {algorithm} wire {wire_dtype} {length}")
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, FLOAT8_DTYPES[0], torch.int8], ids=name_of)
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@each_order
 def test_all_reduce_adds_in_order(order: Order, dtype: torch.dtype) -> None:
-    run_ranks(order.world_size, check_all_reduce, order.options, dtype)
+    run_ranks(order.world_size, check_all_reduce, order, dtype)
 
 
 def check_every_pair(rank: Rank) -> None:
@@ -94,35 +120,27 @@ def test_tree_has_the_same_bits_for_every_algorithm_slot_and_isa(world_size: int
     run_ranks(world_size, check_every_pair, env={"ROTA_ISA": isa})
 
 
-def check_others(rank: Rank, options: dict[str, Any]) -> None:
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    for length, dtype in itertools.product(LENGTHS, (torch.float32, torch.bfloat16)):
-        inputs = random_inputs(rank.world_size, length * rank.world_size, dtype)
-        own = inputs[rank.rank]
-        for op in ("sum", "avg"):
-            expected = contract(inputs, op, **options)
-            part = torch.empty(length, dtype=dtype)
-            communicator.reduce_scatter(part, own, op, **options)
-            assert_same(part, expected.chunk(rank.world_size)[rank.rank], f"scatter {op} {length}")
-            root = rank.world_size - 1
-            whole = own.clone()
-            communicator.reduce(whole, root, op, **options)
-            assert_same(whole, expected if rank.rank == root else own, f"reduce {op} {length}")
+def check_bucket(rank: Rank, order: Order) -> None:
+    communicator = order.communicator(rank)
+    for wire, length in itertools.product(BUCKET_WIRES, LENGTHS):
+        inputs = random_inputs(communicator.world_size, length, torch.float32)
+        expected = reduce_bucket(inputs, wire, divisor=8.0, **order.options)
+        for algorithm in order.algorithms:
+            communicator.reduce_bucket(
+                bucket := inputs[communicator.rank].clone(),
+                torch.zeros(2, dtype=torch.float64),
+                wire_dtype=wire.dtype,
+                block_scaling=wire.block_scaling,
+                divisor=8.0,
+                algorithm=algorithm,
+                **order.options,
+            )
+            assert_same(bucket, expected, f"{algorithm} {wire} {length}")
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_reduce_and_reduce_scatter_have_the_bits_of_all_reduce(order: Order) -> None:
-    run_ranks(order.world_size, check_others, order.options)
-
-
-def check_bucket(rank: Rank, options: dict[str, Any]) -> None:
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    check_bucket_sums(communicator, LENGTHS, ("one_shot", "two_shot"), options)
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
+@each_order
 def test_bucket_is_added_in_order(order: Order) -> None:
-    run_ranks(order.world_size, check_bucket, order.options)
+    run_ranks(order.world_size, check_bucket, order)
 
 
 @on_ranks(4)
