@@ -76,6 +76,7 @@ class Rank:
         self._pipe = pipe
         self._place = place
         self._num_stores = 0
+        self.layout: Any = None  # on hosts, if several_hosts.py has started it
 
     def make_store(self, timeout_s: float = 30.0) -> dist.Store:
         """An empty store; the i-th call on each rank gives the same store."""
@@ -235,6 +236,10 @@ class Ranks:
 
     def tell(self, rank: int, note: object = None) -> None:
         self._pipes[rank].send_bytes(pickle.dumps(note))
+
+    def tell_all(self, note: object = None) -> None:
+        for rank in range(len(self._pipes)):
+            self.tell(rank, note)
 
     def hear(self, rank: int) -> Any:
         """The next note of a rank; fails the test if the rank ends or hangs instead."""

@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         return "hosts" + "".join(map(str, self.host_of))
 
     def run(self, function: Callable[..., Any], *args: object, timeout_s: float = 60) -> list[Any]:
-        """Runs `function(rank, layout, *args)` on every rank and returns what each returned."""
+        """Runs `function(rank, *args)` on every rank and returns what each returned."""
         with self.start(function, *args, timeout_s=timeout_s) as ranks:
             return ranks.results()
 
@@ -59,19 +59,21 @@ class Layout(NamedTuple):
         timeout_s: float = 60,
         env: Mapping[str, str] | None = None,
     ) -> Ranks:
-        """Starts `function(rank, layout, *args)` on every rank; see Ranks."""
+        """Starts `function(rank, *args)` on every rank, whose `layout` this is; see Ranks."""
         own = (self, function, *args)
         return Ranks(self.world_size, _run_on_host, *own, timeout_s=timeout_s, env=env)
 
 
 def _run_on_host(rank: Rank, layout: Layout, function: Callable[..., Any], *args: object) -> Any:
     os.environ["ROTA_HOST_ID"] = f"host{layout.host_of[rank.rank]}"
-    result = function(rank, layout, *args)
+    rank.layout = layout
+    result = function(rank, *args)
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
 
 
+PAIR = Layout((0, 0))
 ONE_HOST = Layout((0, 0, 0))
 TWO_BY_TWO = Layout((0, 0, 1, 1))
 ONE_BY_ONE = Layout((0, 1))
@@ -85,17 +87,21 @@ LAYOUTS = [TWO_BY_TWO, ONE_BY_ONE, UNEVEN, THREE_UNEVEN, THREE_BY_TWO, INTERLEAV
 def on_layout(
     layout: Layout | None = None, *, timeout_s: float = 60
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Like ranks.on_ranks, for `function(rank, layout, ...)`; None: the test's parameter."""
+    """Like ranks.on_ranks, on the ranks of a layout; None: the test has a parameter `layout`."""
 
     def run(body: Body, args: dict[str, Any]) -> None:
         place: Layout = layout or args.pop("layout")
         place.run(functools.partial(body, **args), timeout_s=timeout_s)
 
-    return lambda body: as_test(body, 2, None if layout else "layout", run)
+    return lambda body: as_test(body, 1, None if layout else "layout", run)
 
 
-of_every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-of_one_host_and_several = pytest.mark.parametrize("layout", [ONE_HOST, *LAYOUTS], ids=str)
+def of_layouts(*layouts: Layout) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("layout", layouts, ids=str)
+
+
+of_every_layout = of_layouts(*LAYOUTS)
+of_one_host_and_several = of_layouts(ONE_HOST, *LAYOUTS)
 
 
 def flat_communicator(rank: Rank) -> rota.Communicator:

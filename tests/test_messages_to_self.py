@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import Rank, check_error, error_of, run_ranks
-from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout
-from windows import PAIR, hosts_of, run_on
+from ranks import Rank, check_error, error_of, on_ranks
+from several_hosts import ONE_BY_ONE, PAIR, TWO_BY_TWO, of_layouts, on_layout
 
 LONG = 1 << 20  # elements of float32: many times what a link holds
 
 
-def exchange_with_self(rank: Rank) -> None:
+@of_layouts(PAIR, ONE_BY_ONE, TWO_BY_TWO)
+@on_layout()
+def test_message_to_the_own_rank_arrives(rank: Rank) -> None:
     comm = rank.communicator()
     own, peer = rank.rank, (rank.rank + 1) % rank.world_size
     alone = [dist.new_group([r]) for r in range(rank.world_size)][own]
@@ -49,12 +49,8 @@ def exchange_with_self(rank: Rank) -> None:
     assert outputs[0].eq(own + 1).all() and outputs[1].eq((own - 1) % rank.world_size + 1).all()
 
 
-@hosts_of(PAIR, ONE_BY_ONE, TWO_BY_TWO)
-def test_message_to_the_own_rank_arrives(layout: Layout) -> None:
-    run_on(layout, exchange_with_self)
-
-
-def disagree_with_self(rank: Rank) -> tuple[str, str]:
+@on_ranks(1)
+def test_message_to_the_own_rank_of_another_length_is_a_mismatch(rank: Rank) -> None:
     comm = rank.communicator()
     recv = comm.irecv(torch.zeros(3), 0)
     comm.send(torch.zeros(4), 0)
@@ -62,12 +58,6 @@ def disagree_with_self(rank: Rank) -> tuple[str, str]:
     comm.send(torch.ones(2), 0)
     comm.recv(output := torch.zeros(2), 0)
     assert output.eq(1).all()
-    return error
-
-
-@pytest.mark.parametrize("world_size", [1])
-def test_message_to_the_own_rank_of_another_length_is_a_mismatch(world_size: int) -> None:
-    error = run_ranks(world_size, disagree_with_self)[0]
     check_error(
         error,
         "Mismatch",

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
-from several_hosts import TWO_BY_TWO, Layout
+from ranks import Rank, check_error, error_of, on_ranks
+from several_hosts import PAIR, TWO_BY_TWO, of_layouts, on_layout
 
 ALL_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -91,9 +91,11 @@ def moves(rank: Rank, dtype: torch.dtype, stride: int) -> Iterator[tuple[str, by
         yield f"{name} irecv", bytes_of(received)
 
 
-def move_everything(rank: Rank, layout: Layout | None = None) -> None:
+@of_layouts(PAIR, TWO_BY_TWO)
+@on_layout()
+def test_every_dtype_of_torch_is_moved(rank: Rank) -> None:
     n, me = rank.world_size, rank.rank
-    for dtype in MOVED if layout is None else ONLY_MOVED:
+    for dtype in MOVED if rank.layout == PAIR else ONLY_MOVED:
         everyones = b"".join(bytes_of(pattern(r, dtype)) for r in range(n))
         chunks = [pattern(r, dtype, n * 7).view(n, 7)[me] for r in range(n)]
         expected = {
@@ -108,14 +110,6 @@ def move_everything(rank: Rank, layout: Layout | None = None) -> None:
             for call, received in moves(rank, dtype, stride):
                 kind = call.removeprefix("dist.").removeprefix("dist ").removeprefix("comm ")
                 assert received == expected[kind], f"{call} of {dtype}, stride {stride}"
-
-
-def test_every_dtype_of_torch_is_moved() -> None:
-    run_ranks(2, move_everything)
-
-
-def test_dtypes_without_sums_are_moved_between_hosts() -> None:
-    TWO_BY_TWO.run(move_everything)
 
 
 @on_ranks(2)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
-from several_hosts import TWO_BY_TWO, Layout
+from ranks import Rank, check_error, error_of, on_ranks
+from several_hosts import ONE_BY_ONE, ONE_HOST, PAIR, TWO_BY_TWO, Layout, of_layouts, on_layout
 
 # A rank's part of the first length travels with the post, one of the second in several rounds.
 LENGTHS = (500, 100_000)
@@ -105,24 +104,15 @@ def check_everything(rank: Rank, make: Make, n: int, is_async: bool) -> None:
     check(memory, received, "all_to_all of lists")
 
 
-def check_in_all_ways(rank: Rank, *_: object) -> None:
-    if not dist.is_initialized():
-        rank.init()
+@of_layouts(Layout((0,)), PAIR, ONE_HOST, TWO_BY_TWO, ONE_BY_ONE)
+@on_layout()
+def test_outputs_that_overlap_inputs_hold_what_separate_ones_would(rank: Rank) -> None:
+    rank.init()
     for (name, make), n, is_async in itertools.product(MAKERS.items(), LENGTHS, (False, True)):
         try:
             check_everything(rank, make, n, is_async)
         except AssertionError as error:
             raise AssertionError(f"{error}, {name}, {n} elements, async {is_async}") from None
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_outputs_that_overlap_inputs_hold_what_separate_ones_would(world_size: int) -> None:
-    run_ranks(world_size, check_in_all_ways)
-
-
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, Layout((0, 1))], ids=str)
-def test_outputs_that_overlap_inputs_between_hosts(layout: Layout) -> None:
-    layout.run(check_in_all_ways)
 
 
 def strided_pairs() -> Iterator[tuple[str, torch.Tensor, torch.Tensor, bool]]:

@@ -28,7 +28,7 @@ import torch
 import rota
 from bucket_oracle import BLOCKS, BUCKET_DTYPES, FORMATS, Format
 from oracle import DTYPES, FLOAT8_DTYPES, FLOAT_DTYPES, bits_of, name_of, ops_of, round_to
-from ranks import Rank
+from ranks import Rank, isas_of_this_cpu
 from several_hosts import MANY_CHUNKS, Layout, wires_of
 
 pytestmark = pytest.mark.same_in_every_build
@@ -197,9 +197,12 @@ def results(
         yield "reduce_scatter", result[: len(tensor)]
 
 
-def digests(rank: Rank, layout: Layout, place: Place) -> dict[tuple[str, str], dict[str, str]]:
+def digests(rank: Rank, place: Place, isa: str) -> dict[tuple[str, str], dict[str, str]]:
     """By line and column, and by call."""
+    if isa:
+        os.environ["ROTA_ISA"] = isa
     by_wire = communicators(rank, place)
+    assert isa in ("", rota._C.isa())
     found = {}
     for what, order in itertools.product(SUMS, place.orders):
         hashes: dict[str, Any] = defaultdict(hashlib.sha256)
@@ -236,9 +239,17 @@ def write_record() -> None:
         writer.writerows(record().values())
 
 
-@pytest.mark.parametrize("place", FEW if MODE == "few" else ALL, ids=str)
-def test_sums_have_the_recorded_bits(place: Place) -> None:
-    by_rank = place.layout.run(digests, place, timeout_s=180)
+@pytest.mark.parametrize(
+    ("place", "isa"),
+    [
+        *((place, "") for place in (FEW if MODE == "few" else ALL)),
+        *((Place((2,)), isa) for isa in isas_of_this_cpu()),
+    ],
+    ids=str,
+)
+def test_sums_have_the_recorded_bits(place: Place, isa: str) -> None:
+    """With the CPU's own instruction set, or one that is forced."""
+    by_rank = place.layout.run(digests, place, isa, timeout_s=180)
     if MODE == "record":
         for (line, column), by_call in by_rank[0].items():
             record()[line][column] = next(iter(by_call.values()))

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 import rota
 from ranks import Rank, check_error
-from several_hosts import TWO_BY_TWO, Layout, on_layout
+from several_hosts import TWO_BY_TWO, on_layout
 from test_interrupts import run_in_child
 
 
 @on_layout(TWO_BY_TWO)
-def test_use_in_a_forked_child_raises_and_the_parent_goes_on(rank: Rank, layout: Layout) -> None:
+def test_use_in_a_forked_child_raises_and_the_parent_goes_on(rank: Rank) -> None:
     rank.init()
     communicator = rota.Communicator()
     communicator.all_reduce(torch.ones(1), async_op=True).wait()
@@ -46,9 +46,7 @@ def test_use_in_a_forked_child_raises_and_the_parent_goes_on(rank: Rank, layout:
 
 @pytest.mark.parametrize("how", ["close", "drop", "abort"])
 @on_layout(TWO_BY_TWO)
-def test_end_of_a_forked_child_does_not_disturb_the_parent(
-    rank: Rank, layout: Layout, how: str
-) -> None:
+def test_end_of_a_forked_child_does_not_disturb_the_parent(rank: Rank, how: str) -> None:
     rank.init()
     communicators = [rota.Communicator()]
     communicators[0].all_reduce(tensor := torch.ones(3))

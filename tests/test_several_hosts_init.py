@@ -14,7 +14,14 @@ import torch.distributed as dist
 import rota
 from hosts import Hosts
 from ranks import Rank, check_error, error_of
-from several_hosts import INTERLEAVED, TWO_BY_TWO, UNEVEN, Layout, default_group, on_layout
+from several_hosts import (
+    INTERLEAVED,
+    TWO_BY_TWO,
+    UNEVEN,
+    default_group,
+    of_layouts,
+    on_layout,
+)
 
 ODD_RANK = 3
 HOSTS_OF_TWO_BY_TWO = "host 0 'host0' (ranks 0 1), host 1 'host1' (ranks 2 3)"
@@ -75,31 +82,22 @@ ODD_OPTIONS: dict[str, tuple[Callable[[Rank], dict[str, Any]], str, list[str]]] 
 }
 
 
-def make_oddly(rank: Rank, layout: Layout, name: str) -> tuple[tuple[str, str], float]:
-    rank.init("gloo")
-    options = ODD_OPTIONS[name][0](rank)  # which may make groups, on all ranks
-    if rank.rank != ODD_RANK:
-        options = {}
-    error = error_of(lambda: rota.Communicator(**options))
-    rota.Communicator().all_reduce(total := torch.ones(3))
-    return error, total[0].item()
-
-
 @pytest.mark.parametrize("name", ODD_OPTIONS)
-def test_options_of_one_rank_are_an_error_on_every_rank(name: str) -> None:
-    _, expected, facts = ODD_OPTIONS[name]
-    for rank, ((error, text), total) in enumerate(TWO_BY_TWO.run(make_oddly, name, timeout_s=25)):
-        assert error == expected, text
-        assert all(fact in text for fact in facts), text
-        if name != "slot_bytes":  # which is found before the hosts are
-            assert f"rank {rank} of 4 ranks sees {HOSTS_OF_TWO_BY_TWO}" in text
-        assert total == 4, "the next group of these ranks"
+@on_layout(TWO_BY_TWO, timeout_s=25)
+def test_options_of_one_rank_are_an_error_on_every_rank(rank: Rank, name: str) -> None:
+    rank.init("gloo")
+    make_options, kind, facts = ODD_OPTIONS[name]
+    options = make_options(rank)  # which may make groups, on all ranks
+    error = error_of(lambda: rota.Communicator(**(options if rank.rank == ODD_RANK else {})))
+    check_error(error, kind, *facts)
+    if name != "slot_bytes":  # which is found before the hosts are
+        assert f"rank {rank.rank} of 4 ranks sees {HOSTS_OF_TWO_BY_TWO}" in error[1], error
+    rota.Communicator().all_reduce(total := torch.ones(3))
+    assert total[0].item() == 4, "the next group of these ranks"
 
 
 @on_layout(TWO_BY_TWO, timeout_s=25)
-def test_options_of_one_rank_fail_init_process_group_on_every_rank(
-    rank: Rank, layout: Layout
-) -> None:
+def test_options_of_one_rank_fail_init_process_group_on_every_rank(rank: Rank) -> None:
     options = None
     if rank.rank == ODD_RANK:
         options = rota.BackendOptions(inter_wire_dtype=torch.bfloat16)
@@ -108,7 +106,7 @@ def test_options_of_one_rank_fail_init_process_group_on_every_rank(
 
 
 @on_layout(TWO_BY_TWO)
-def test_dtype_that_nothing_carries_is_refused_at_once(rank: Rank, layout: Layout) -> None:
+def test_dtype_that_nothing_carries_is_refused_at_once(rank: Rank) -> None:
     rank.init("gloo")
     errors = []
     for dtype in (torch.int8, torch.bool, torch.complex64, torch.float64):
@@ -127,12 +125,11 @@ def test_dtype_that_nothing_carries_is_refused_at_once(rank: Rank, layout: Layou
 # ---- hosts
 
 
-@pytest.mark.parametrize("layout", [UNEVEN, INTERLEAVED], ids=str)
+@of_layouts(UNEVEN, INTERLEAVED)
 @on_layout()
-def test_all_ranks_see_the_same_hosts(rank: Rank, layout: Layout) -> None:
+def test_all_ranks_see_the_same_hosts(rank: Rank) -> None:
     """There is one list of hosts, in the store, so no two ranks can differ."""
-    result = rank.communicator().hosts
-    assert result == layout.hosts
+    assert rank.communicator().hosts == rank.layout.hosts
 
 
 def use_names(rank: Rank, names: list[str]) -> tuple[str, str]:
@@ -152,22 +149,14 @@ def test_machines_with_one_name_are_an_error_on_every_rank(names: list[str]) -> 
             assert "sees host 0 'other' (ranks 0), host 1 'same' (ranks 1 2)" in text, text
 
 
-def leave_one_out(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(TWO_BY_TWO, timeout_s=25)
+def test_rank_that_does_not_come_is_named(rank: Rank) -> None:
     rank.init("gloo")
     if rank.rank == ODD_RANK:
-        rank.hear()
-        return "none", ""
+        for other in range(3):
+            rank.await_word(f"rank {other} has waited")
+        return
     error = error_of(lambda: rota.Communicator(timeout=timedelta(seconds=1)))
     dist.barrier(dist.new_group([0, 1, 2], use_local_synchronization=True))
-    rank.tell()
-    return error
-
-
-def test_rank_that_does_not_come_is_named() -> None:
-    with TWO_BY_TWO.start(leave_one_out, timeout_s=25) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
-        ranks.tell(ODD_RANK)
-        results = ranks.results()
-    for error in results[:ODD_RANK]:
-        check_error(error, "TransportError", "still waits for rank 3")
+    rank.say(f"rank {rank.rank} has waited")
+    check_error(error, "TransportError", "still waits for rank 3")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import rota
 from ranks import Rank, check_error, error_of
-from several_hosts import ONE_BY_ONE, ONE_HOST, TWO_BY_TWO, Layout, on_layout
+from several_hosts import ONE_BY_ONE, ONE_HOST, PAIR, TWO_BY_TWO, Layout, of_layouts, on_layout
 
 # ---- disagreements
 
@@ -59,7 +59,7 @@ ODD_RANKS = [
 @pytest.mark.parametrize(("odd_ranks", "facts"), ODD_RANKS, ids=str)
 @on_layout(TWO_BY_TWO)
 def test_mismatch_raises_on_every_rank_and_the_group_goes_on(
-    rank: Rank, layout: Layout, odd_ranks: list[int], facts: tuple[str, ...]
+    rank: Rank, odd_ranks: list[int], facts: tuple[str, ...]
 ) -> None:
     communicator = rank.communicator()
     for usual, other in MISMATCHES.values():
@@ -74,10 +74,11 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(
             assert total[-1].item() == 6.0
 
 
-@on_layout(TWO_BY_TWO)
-def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank, layout: Layout) -> None:
+@of_layouts(PAIR, TWO_BY_TWO)
+@on_layout()
+def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank) -> None:
     rank.init()
-    is_odd = layout.host_of[rank.rank] == 1
+    is_odd = rank.rank >= rank.world_size // 2
     tensor = torch.ones(9 if is_odd else 8)
     errors = [error_of(lambda: dist.all_reduce(tensor))]
     work = dist.all_reduce(tensor, async_op=True)
@@ -96,7 +97,7 @@ def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank, layout: L
         check_error(error, "Mismatch")
 
 
-def disagree_on_messages(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
+def disagree_on_messages(rank: Rank) -> list[tuple[str, str]]:
     communicator = rank.communicator()
     n = rank.world_size
     errors = []
@@ -124,7 +125,7 @@ def disagree_on_messages(rank: Rank, layout: Layout) -> list[tuple[str, str]]:
     return errors
 
 
-@pytest.mark.parametrize("layout", [ONE_HOST, TWO_BY_TWO, ONE_BY_ONE], ids=str)
+@of_layouts(ONE_HOST, TWO_BY_TWO, ONE_BY_ONE)
 def test_recv_of_another_length_or_dtype_names_both_sides(layout: Layout) -> None:
     errors = layout.run(disagree_on_messages)[-1]
     sent = ["float32[10]"] * 4 + ["float32[0]", "float32[300000]"]
@@ -138,7 +139,7 @@ def test_recv_of_another_length_or_dtype_names_both_sides(layout: Layout) -> Non
 
 
 def split_differently(
-    rank: Rank, layout: Layout, sender: int, receiver: int
+    rank: Rank, sender: int, receiver: int
 ) -> tuple[str, str, bool, tuple[str, str], float]:
     """`receiver` expects one element more of `sender` than are sent."""
     communicator = rank.communicator(timeout_s=5)

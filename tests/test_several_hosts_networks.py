@@ -53,11 +53,9 @@ def test_host_behind_a_slow_link_is_not_lost() -> None:
     silence_ms = 3000  # before a rank of another host counts as lost; the tests share cores
     silence = {"ROTA_HOST_SILENCE_MS": str(silence_ms)}
     with Hosts((2, 1)) as hosts, hosts.start(reduce_on_slow_link, env=silence) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
+        ranks.hear_all()
         hosts.set_rate("10mbit", host=1)
-        for rank in range(3):
-            ranks.tell(rank)
+        ranks.tell_all()
         assert min(ranks.results()) > 2 * silence_ms / 1000, "so slow that silence would show"
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import rota
 from bucket_oracle import Format
 from oracle import (
-    DTYPES,
     FLOAT8_DTYPES,
     FLOAT_DTYPES,
     assert_same,
+    contract,
     exact,
     exact_inputs,
     ops_of,
@@ -28,7 +28,6 @@ from several_hosts import (
     INTERLEAVED,
     MANY_CHUNKS,
     ONE_BY_ONE,
-    SHORT,
     THREE_BY_TWO,
     THREE_UNEVEN,
     TWO_BY_TWO,
@@ -37,6 +36,7 @@ from several_hosts import (
     by_hosts,
     flat_communicator,
     of_every_layout,
+    of_layouts,
     on_layout,
     wires_of,
 )
@@ -46,76 +46,23 @@ from several_hosts import (
 
 @of_every_layout
 @on_layout()
-def test_all_reduce_of_exact_inputs_equals_oracle(rank: Rank, layout: Layout) -> None:
-    communicator = rank.communicator()
-    assert communicator.hosts == layout.hosts
-    n = rank.world_size
-    for dtype in DTYPES:
-        for op in ops_of(dtype):
-            sizes = [63, 8193]
-            if (dtype, op) in ((torch.float32, "sum"), (torch.uint8, "bxor")):
-                sizes = [0, 1, n - 1, n + 1, 63, 65_535, 65_537]
-            for size in sizes:
-                inputs = exact_inputs(n, size, dtype, op)
-                communicator.all_reduce(tensor := inputs[rank.rank].clone(), op)
-                assert_same(tensor, exact(inputs, op), f"{dtype} {op} {size}")
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        inputs = exact_inputs(n, MANY_CHUNKS, dtype)
-        communicator.all_reduce(tensor := inputs[rank.rank].clone())
-        assert_same(tensor, exact(inputs, "sum"), f"{dtype} {MANY_CHUNKS}")
-
-
-@of_every_layout
-@on_layout()
-def test_all_reduce_adds_ranks_of_a_host_and_then_hosts(rank: Rank, layout: Layout) -> None:
+def test_all_reduce_adds_ranks_of_a_host_and_then_hosts(rank: Rank) -> None:
     communicator = rank.communicator()
     for dtype in (*FLOAT_DTYPES, *FLOAT8_DTYPES, torch.int8):  # whose sums wrap
         for op, size in itertools.product(ops_of(dtype), (129, 20_001)):
             inputs = random_inputs(rank.world_size, size, dtype)
             communicator.all_reduce(tensor := inputs[rank.rank].clone(), op)
-            assert_same(tensor, by_hosts(inputs, layout, op), f"{dtype} {op} {size}")
+            assert_same(tensor, by_hosts(inputs, rank.layout, op), f"{dtype} {op} {size}")
     for dtype, op in itertools.product((torch.float16, torch.float32), ("sum", "min", "product")):
         inputs = random_patterns(rank.world_size, 20_001, dtype)
         communicator.all_reduce(tensor := inputs[rank.rank].clone(), op)
-        assert_same(tensor, by_hosts(inputs, layout, op), f"patterns of {dtype} {op}")
+        assert_same(tensor, by_hosts(inputs, rank.layout, op), f"patterns of {dtype} {op}")
     inputs = random_inputs(rank.world_size, MANY_CHUNKS, torch.float32)
     communicator.all_reduce(tensor := inputs[rank.rank].clone(), "avg")
-    assert_same(tensor, by_hosts(inputs, layout, "avg"), "many chunks")
-
-
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-@on_layout()
-def test_all_reduce_of_strided_tensor_writes_only_the_view(rank: Rank, layout: Layout) -> None:
-    communicator = rank.communicator()
-    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda t: t.t(),
-        lambda t: t[3:, 5:71:2],
-        lambda t: t.flatten()[1:20_000],
-        lambda t: t[:0],
-    ]
-    for dtype, view in itertools.product((torch.float32, torch.bfloat16), views):
-        inputs = [t.view(150, 160) for t in random_inputs(rank.world_size, 24_000, dtype)]
-        memory = inputs[rank.rank].clone()
-        expected = memory.clone()
-        view(expected).copy_(by_hosts([view(t).contiguous() for t in inputs], layout))
-        communicator.all_reduce(view(memory))
-        assert_same(memory, expected, f"view of {dtype}")
-
-
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, ONE_BY_ONE, THREE_BY_TWO], ids=str)
-@on_layout()
-def test_all_reduce_has_the_bits_of_a_flat_run_in_groups(rank: Rank, layout: Layout) -> None:
-    over_hosts, flat = rank.communicator(), flat_communicator(rank)
-    assert over_hosts.hosts == layout.hosts
-    group_size = len(layout.hosts[0])
-    for dtype, size in itertools.product(FLOAT_DTYPES, (1, SHORT, 100_003)):
-        own = random_inputs(rank.world_size, size, dtype)[rank.rank]
-        for op in ("sum", "avg", "product"):
-            flat.all_reduce(expected := own.clone(), op, group_size=group_size)
-            over_hosts.all_reduce(tensor := own.clone(), op)
-            assert_same(tensor, expected, f"{dtype} {op} {size}")
-            over_hosts.all_reduce(tensor := own.clone(), op, group_size=group_size)
-            assert_same(tensor, expected, f"{dtype} {op} {size} with group_size")
+    assert_same(tensor, by_hosts(inputs, rank.layout, "avg"), "many chunks")
+    if rank.layout in (TWO_BY_TWO, THREE_BY_TWO):
+        communicator.all_reduce(tensor := inputs[rank.rank].clone(), group_size=2)
+        assert_same(tensor, contract(inputs, "sum", group_size=2), "as groups on one host")
 
 
 NODES_OF_TREES = [
@@ -130,7 +77,7 @@ NODES_OF_TREES = [
 
 @pytest.mark.parametrize("layout", NODES_OF_TREES, ids=str)
 @on_layout()
-def test_all_reduce_in_a_tree_has_the_bits_of_a_flat_run(rank: Rank, layout: Layout) -> None:
+def test_all_reduce_in_a_tree_has_the_bits_of_a_flat_run(rank: Rank) -> None:
     over_hosts, flat = rank.communicator(), flat_communicator(rank)
     for dtype, num_shards in itertools.product(FLOAT_DTYPES, (None, 8, 16)):
         for op, size in (("sum", 20_001), ("avg", 129)):
@@ -155,9 +102,9 @@ def errors_and_sum(
     return errors, ones[0].item()
 
 
-@pytest.mark.parametrize("layout", [INTERLEAVED, UNEVEN, THREE_UNEVEN, THREE_BY_TWO], ids=str)
+@of_layouts(INTERLEAVED, UNEVEN, THREE_UNEVEN, THREE_BY_TWO)
 @on_layout()
-def test_tree_is_refused_where_hosts_are_no_nodes_of_it(rank: Rank, layout: Layout) -> None:
+def test_tree_is_refused_where_hosts_are_no_nodes_of_it(rank: Rank) -> None:
     communicator, tensor = rank.communicator(), torch.ones(8)
     stats = torch.zeros(2, dtype=torch.float64)
     wire = {"wire_dtype": torch.float16, "block_scaling": False}
@@ -172,7 +119,7 @@ def test_tree_is_refused_where_hosts_are_no_nodes_of_it(rank: Rank, layout: Layo
     assert torch.equal(tensor, torch.ones(8))
     communicator.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((8,), float(rank.world_size)))
-    assert total == layout.world_size
+    assert total == rank.layout.world_size
     for error in errors:
         check_error(error, "ValueError", "order='tree'", "no subtree", "order='rank'")
 
@@ -191,9 +138,7 @@ def test_tree_is_refused_where_hosts_are_no_nodes_of_it(rank: Rank, layout: Layo
     ids=str,
 )
 @on_layout()
-def test_group_size_other_than_the_hosts_is_refused(
-    rank: Rank, layout: Layout, group_sizes: list[int]
-) -> None:
+def test_group_size_other_than_the_hosts_is_refused(rank: Rank, group_sizes: list[int]) -> None:
     communicator, tensor = rank.communicator(), torch.ones(rank.world_size)
     calls: list[Callable[[], object]] = []
     for group_size in group_sizes:
@@ -205,13 +150,13 @@ def test_group_size_other_than_the_hosts_is_refused(
             ),
         ]
     errors, total = errors_and_sum(rank, calls)
-    assert total == layout.world_size
+    assert total == rank.layout.world_size
     for error in errors:
         check_error(error, "ValueError", "group_size is ", "host")
 
 
 @on_layout(TWO_BY_TWO)
-def test_explicit_algorithm_is_refused(rank: Rank, layout: Layout) -> None:
+def test_explicit_algorithm_is_refused(rank: Rank) -> None:
     communicator, tensor = rank.communicator(), torch.ones(8)
     stats = torch.zeros(2, dtype=torch.float64)
     calls: list[Callable[[], object]] = []
@@ -240,23 +185,23 @@ def test_explicit_algorithm_is_refused(rank: Rank, layout: Layout) -> None:
 
 @of_every_layout
 @on_layout()
-def test_wire_dtype_rounds_each_hosts_sum_and_the_result_once(rank: Rank, layout: Layout) -> None:
+def test_wire_dtype_rounds_each_hosts_sum_and_the_result_once(rank: Rank) -> None:
     communicator = rank.communicator()
     for dtype in FLOAT_DTYPES:
         for wire, size in itertools.product(wires_of(dtype), (129, 10_001)):
             inputs = random_inputs(rank.world_size, size, dtype)
             for op in ("sum", "avg", "max"):
-                expected = by_hosts(inputs, layout, op, wire)
+                expected = by_hosts(inputs, rank.layout, op, wire)
                 tensor = inputs[rank.rank].clone()
                 communicator.all_reduce(tensor, op, wire_dtype=wire.dtype)
                 assert_same(tensor, expected, f"{dtype} {op} {size} in {wire}")
     wire = Format(torch.bfloat16, False)
     inputs = random_inputs(rank.world_size, MANY_CHUNKS, torch.float32)
     communicator.all_reduce(tensor := inputs[rank.rank].clone(), wire_dtype=wire.dtype)
-    assert_same(tensor, by_hosts(inputs, layout, "sum", wire), "many chunks")
+    assert_same(tensor, by_hosts(inputs, rank.layout, "sum", wire), "many chunks")
     # A wire of one call does not stay.
     communicator.all_reduce(tensor := inputs[rank.rank][:99].clone())
-    assert_same(tensor, by_hosts([t[:99] for t in inputs], layout), "no wire")
+    assert_same(tensor, by_hosts([t[:99] for t in inputs], rank.layout), "no wire")
 
 
 INTER_WIRES = [
@@ -269,11 +214,9 @@ INTER_WIRES = [
 ]
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, INTERLEAVED], ids=str)
+@of_layouts(TWO_BY_TWO, UNEVEN, INTERLEAVED)
 @on_layout()
-def test_inter_wire_dtype_rounds_each_hosts_sum_and_the_result_once(
-    rank: Rank, layout: Layout
-) -> None:
+def test_inter_wire_dtype_rounds_each_hosts_sum_and_the_result_once(rank: Rank) -> None:
     rank.init()
     for wire in INTER_WIRES:
         communicator = rota.Communicator(
@@ -285,55 +228,33 @@ def test_inter_wire_dtype_rounds_each_hosts_sum_and_the_result_once(
             for op, size in (("sum", 129), ("avg", 10_001), ("max", 1001), ("product", 1001)):
                 # Beyond float16's range, which scaled blocks have to cope with.
                 inputs = [t * 1e4 for t in random_inputs(rank.world_size, size, dtype)]
-                expected = by_hosts(inputs, layout, op, wire_here if op in ("sum", "avg") else None)
+                wire_of_op = wire_here if op in ("sum", "avg") else None
+                expected = by_hosts(inputs, rank.layout, op, wire_of_op)
                 communicator.all_reduce(tensor := inputs[rank.rank].clone(), op)
                 assert_same(tensor, expected, f"{dtype} {op} {size} in {wire}")
         # What a call asks for goes before what the communicator was made with.
         inputs = random_inputs(rank.world_size, 1001, torch.float32)
         communicator.all_reduce(tensor := inputs[rank.rank].clone(), wire_dtype=torch.bfloat16)
         asked_for = Format(torch.bfloat16, False)
-        assert_same(tensor, by_hosts(inputs, layout, "sum", asked_for), f"not in {wire}")
+        assert_same(tensor, by_hosts(inputs, rank.layout, "sum", asked_for), f"not in {wire}")
         integers = exact_inputs(rank.world_size, 1001, torch.int32)
         communicator.all_reduce(tensor := integers[rank.rank].clone())
         assert_same(tensor, exact(integers, "sum"), f"integers, {wire}")
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-@on_layout()
-def test_reduce_scatter_and_reduce_in_inter_wire_have_the_bits_of_all_reduce(
-    rank: Rank, layout: Layout
-) -> None:
-    """A part is a multiple of 64 elements, so its scaled blocks are those of the whole tensor."""
-    rank.init()
-    for wire in INTER_WIRES:
-        communicator = rota.Communicator(
-            inter_wire_dtype=wire.dtype, inter_block_scaling=wire.block_scaling
-        )
-        for part_elems in (64, 6400):
-            size = part_elems * rank.world_size
-            inputs = [t * 1e4 for t in random_inputs(rank.world_size, size, torch.float32)]
-            expected = by_hosts(inputs, layout, "avg", wire)
-            own = inputs[rank.rank]
-            communicator.reduce_scatter(part := torch.empty(part_elems), own, "avg")
-            expected_part = expected.chunk(rank.world_size)[rank.rank]
-            assert_same(part, expected_part, f"reduce_scatter {part_elems} in {wire}")
-            communicator.reduce(tensor := own.clone(), 1, "avg")
-            assert_same(tensor, expected if rank.rank == 1 else own, f"reduce {size} in {wire}")
-
-
 @on_layout(TWO_BY_TWO)
-def test_backend_options_choose_wire_and_order(rank: Rank, layout: Layout) -> None:
+def test_backend_options_choose_wire_and_order(rank: Rank) -> None:
     wire = Format(torch.float8_e4m3fn, True)
     rank.init(pg_options=rota.BackendOptions(inter_wire_dtype=wire.dtype, inter_block_scaling=True))
     inputs = random_inputs(rank.world_size, 10_001, torch.float32)
     dist.all_reduce(tensor := inputs[rank.rank].clone())
-    assert_same(tensor, by_hosts(inputs, layout, "sum", wire), "of the default group")
+    assert_same(tensor, by_hosts(inputs, rank.layout, "sum", wire), "of the default group")
     plain = dist.new_group(backend="rota", pg_options=rota.BackendOptions(order="tree"))
     dist.all_reduce(tensor := inputs[rank.rank].clone(), group=plain)
-    assert_same(tensor, by_hosts(inputs, layout, order="tree"), "of another group")
+    assert_same(tensor, by_hosts(inputs, rank.layout, order="tree"), "of another group")
     coarse = dist.new_group(
         backend="rota", pg_options=rota.BackendOptions(wire_dtype=torch.bfloat16)
     )
     dist.all_reduce(tensor := inputs[rank.rank].clone(), group=coarse)
     in_bfloat16 = Format(torch.bfloat16, False)
-    assert_same(tensor, by_hosts(inputs, layout, "sum", in_bfloat16), "wire_dtype")
+    assert_same(tensor, by_hosts(inputs, rank.layout, "sum", in_bfloat16), "wire_dtype")

@@ -21,14 +21,6 @@ from oracle import assert_same, name_of
 from ranks import Rank
 from several_hosts import TWO_BY_TWO, Layout, on_layout
 
-
-def on_hosts(rank: Rank, layout: Layout, function: Callable[..., Any]) -> Any:
-    """Runs a function that knows of ranks only."""
-    result = function(rank)
-    assert rota.Communicator().hosts == layout.hosts
-    return result
-
-
 # ---- HookState(inter_wire_dtype=...)
 
 
@@ -57,9 +49,7 @@ def average_over(group, bucket):  # type: ignore[no-untyped-def]
 
 
 @on_layout(TWO_BY_TWO)
-def test_inter_wire_dtype_of_a_hook_has_the_bits_of_the_backend_option(
-    rank: Rank, layout: Layout
-) -> None:
+def test_inter_wire_dtype_of_a_hook_has_the_bits_of_the_backend_option(rank: Rank) -> None:
     rank.init()
     exactly = train(rank, lambda ddp: ddp.register_comm_hook(None, rota.allreduce_hook))
     for wire in INTER_WIRES:
@@ -75,7 +65,7 @@ def test_inter_wire_dtype_of_a_hook_has_the_bits_of_the_backend_option(
 
 
 @on_layout(TWO_BY_TWO)
-def test_hook_feeds_back_what_a_host_lost(rank: Rank, layout: Layout) -> None:
+def test_hook_feeds_back_what_a_host_lost(rank: Rank) -> None:
     """One parameter is one bucket, so its scaled blocks and residual are known."""
     communicator = rank.communicator()
     num_elems = 1000
@@ -118,14 +108,18 @@ def test_hook_feeds_back_what_a_host_lost(rank: Rank, layout: Layout) -> None:
     ],
     ids=lambda function: function.__name__,
 )
-def test_local_sgd_over_hosts(function: Callable[[Rank], None]) -> None:
-    TWO_BY_TWO.run(on_hosts, function)
+@on_layout(TWO_BY_TWO)
+def test_local_sgd_over_hosts(rank: Rank, function: Callable[..., Any]) -> Any:
+    """Runs a function that knows of ranks only."""
+    result = function(rank)
+    assert rota.Communicator().hosts == rank.layout.hosts
+    return result
 
 
 # ---- FSDP2, sharded within a host and replicated between hosts
 
 
-def train_hybrid(rank: Rank, layout: Layout, num_hosts: int) -> list[bytes]:
+def train_hybrid(rank: Rank, num_hosts: int) -> list[bytes]:
     rank.init()
     assert len(rota.Communicator().hosts) == num_hosts
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -148,6 +142,6 @@ def test_hybrid_shard_over_hosts_has_the_bits_of_one_host() -> None:
 
 
 @on_layout(TWO_BY_TWO)
-def test_hybrid_shard_over_hosts_rounds_once_in_each_dimension(rank: Rank, layout: Layout) -> None:
+def test_hybrid_shard_over_hosts_rounds_once_in_each_dimension(rank: Rank) -> None:
     rank.init()
     test_fsdp.check_hybrid(rank)

@@ -21,13 +21,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from several_hosts import default_group
 
 CPU = torch.device("cpu")
-LONG = 300_000  # elements of float32: more than a link holds
-
-
-def default_group() -> Any:
-    return dist.group.WORLD
+LONG = 600_000  # elements of float32: more than a link of two ranks holds
 
 
 def reduced(value: float, group: Any = None) -> float:

@@ -22,16 +22,27 @@ from oracle import DTYPES, name_of, random_patterns
 from ranks import Rank, check_error, error_of, on_ranks
 from rota import _C
 from rota.window import make_window
-from several_hosts import INTERLEAVED, ONE_BY_ONE, TWO_BY_TWO, Layout
-from windows import FOUR, PAIR, hosts_of, is_local, run_on
+from several_hosts import (
+    INTERLEAVED,
+    ONE_BY_ONE,
+    ONE_HOST,
+    PAIR,
+    TWO_BY_TWO,
+    Layout,
+    of_layouts,
+    on_layout,
+)
 
 # ---- access --------------------------------------------------------------------------------------
 
 
-def access_each_other(rank: Rank, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["rota", "gloo"])
+@of_layouts(ONE_HOST, TWO_BY_TWO, INTERLEAVED)
+@on_layout()
+def test_ranks_access_each_others_windows(rank: Rank, backend: str) -> None:
     """Every rank puts a row into every window, and reads all rows by get and view."""
     rank.init(backend)
-    n, me = rank.world_size, rank.rank
+    n, me, host_of = rank.world_size, rank.rank, rank.layout.host_of
     window = rota.Window((n, 1000), dtype=torch.int32, num_channels=2)
     assert (window.rank, window.world_size, window.tensor.shape) == (me, n, (n, 1000))
     for peer in range(n):
@@ -48,23 +59,20 @@ def access_each_other(rank: Rank, backend: str) -> None:
         row = torch.empty(500, 2, dtype=torch.int32)
         window.get(row.t(), peer, offset=1000 * me)
         assert row.eq(100 * me + peer).all()
-        if is_local(window, peer):
+        if host_of[peer] == host_of[me]:
             assert window.view(peer)[me].eq(100 * me + peer).all()
             window.view(peer)[me, 0] = -1
+        else:  # whose memory cannot be mapped
+            assert error_of(lambda: window.view(peer))[0] != "nothing"  # noqa: B023
         window.signal(peer, channel=1)
     for peer in range(n):
         window.wait_signal(peer, channel=1)
-        assert (window.tensor[peer, 0] == -1) == is_local(window, peer)
+        assert (window.tensor[peer, 0] == -1) == (host_of[peer] == host_of[me])
     dist.barrier()  # a rank that returns closes its window
 
 
-@pytest.mark.parametrize("backend", ["rota", "gloo"])
-@hosts_of(Layout((0, 0, 0)), TWO_BY_TWO, INTERLEAVED)
-def test_ranks_access_each_others_windows(layout: Layout, backend: str) -> None:
-    run_on(layout, access_each_other, backend)
-
-
-def move_many_packets(rank: Rank) -> None:
+@on_layout(ONE_BY_ONE)
+def test_long_accesses_to_another_host_are_whole(rank: Rank) -> None:
     """More than what is on its way at a time, to and from both ranks at once."""
     rank.init("gloo")
     n, peer = 3_000_001, 1 - rank.rank
@@ -84,11 +92,9 @@ def move_many_packets(rank: Rank) -> None:
     assert torch.equal(window.tensor[1:], torch.arange(n) + 7.0 * peer + 2)
 
 
-def test_long_accesses_to_another_host_are_whole() -> None:
-    run_on(ONE_BY_ONE, move_many_packets)
-
-
-def add_to_rank_0(rank: Rank) -> None:
+@of_layouts(Layout((0, 0, 0, 0)), TWO_BY_TWO)
+@on_layout()
+def test_accumulate_sums_the_contributions_of_all_ranks(rank: Rank) -> None:
     rank.init()
     window = rota.Window(100_000, dtype=torch.float32)
     values = random_patterns(rank.world_size, 100_000, torch.float32)[rank.rank].nan_to_num(0, 1, 1)
@@ -112,12 +118,9 @@ def add_to_rank_0(rank: Rank) -> None:
     dist.barrier()
 
 
-@hosts_of(FOUR, TWO_BY_TWO)
-def test_accumulate_sums_the_contributions_of_all_ranks(layout: Layout) -> None:
-    run_on(layout, add_to_rank_0)
-
-
-def every_dtype(rank: Rank) -> None:
+@of_layouts(PAIR, ONE_BY_ONE)
+@on_layout()
+def test_window_takes_every_dtype(rank: Rank) -> None:
     rank.init()
     for dtype in DTYPES:
         window = rota.Window((7,), dtype=dtype)
@@ -128,12 +131,9 @@ def every_dtype(rank: Rank) -> None:
         assert torch.equal(got, values.view(torch.uint8)), name_of(dtype)
 
 
-@hosts_of(PAIR, ONE_BY_ONE)
-def test_window_takes_every_dtype(layout: Layout) -> None:
-    run_on(layout, every_dtype)
-
-
-def several_windows(rank: Rank) -> None:
+@of_layouts(ONE_HOST, Layout((0, 0, 1)))
+@on_layout()
+def test_windows_of_several_groups_do_not_meet(rank: Rank) -> None:
     """Windows of several groups, channels, and any of several signals."""
     rank.init()
     everyone = rota.Window(1, num_channels=3)
@@ -152,11 +152,6 @@ def several_windows(rank: Rank) -> None:
     assert everyone.num_signals(1, channel=2) == 0 == everyone.num_signals(1)
 
 
-@hosts_of(Layout((0, 0, 0)), Layout((0, 0, 1)))
-def test_windows_of_several_groups_do_not_meet(layout: Layout) -> None:
-    run_on(layout, several_windows)
-
-
 def window_threads(windows: list[rota.Window]) -> int:
     """How many serve other hosts; all have begun once every rank has answered."""
     for window in windows:
@@ -167,7 +162,8 @@ def window_threads(windows: list[rota.Window]) -> int:
     return sum(name == "rota-window" for name in names)
 
 
-def share_threads(rank: Rank) -> None:
+@on_layout(TWO_BY_TWO)
+def test_windows_of_a_group_share_threads(rank: Rank) -> None:
     """Windows of a group share what serves other hosts; with an engine it has its own."""
     rank.init("gloo")
     windows = [rota.Window(1) for _ in range(3)]
@@ -185,10 +181,6 @@ def share_threads(rank: Rank) -> None:
     for number in (0, 2, 3, 4):
         windows[number].put(torch.full((1,), 9.0), peer)
     dist.barrier()
-
-
-def test_windows_of_a_group_share_threads() -> None:
-    run_on(TWO_BY_TWO, share_threads)
 
 
 @on_ranks(2)
@@ -348,35 +340,41 @@ def test_memory_that_something_else_may_use_does_not_move(rank: Rank) -> None:
 # ---- bad input -----------------------------------------------------------------------------------
 
 
-def disagree(rank: Rank) -> list[tuple[str, str]]:
+@of_layouts(ONE_HOST, Layout((0, 1, 1)))
+@on_layout()
+def test_ranks_that_disagree_all_raise(rank: Rank) -> None:
     rank.init()
     mine = rank.rank == 1
-    return [
-        error_of(lambda: rota.Window((2, 3) if mine else (3, 2))),
-        error_of(lambda: rota.Window(4, dtype=torch.int8 if mine else torch.uint8)),
-        error_of(lambda: rota.Window(4, num_channels=2 if mine else 1)),
-        error_of(lambda: rota.Window(torch.ones(4, 4).t() if mine else torch.ones(4, 4))),
-        error_of(lambda: rota.Window(torch.from_numpy(np.ones(4)) if mine else torch.ones(4))),
-        error_of(lambda: rota.Window(-1 if mine else 1)),
-    ]
+    for call, fact in (
+        (
+            lambda: rota.Window((2, 3) if mine else (3, 2)),
+            "rank 0, 2 made (3, 2) of torch.float32, 1 channels; rank 1 made (2, 3)",
+        ),
+        (
+            lambda: rota.Window(4, dtype=torch.int8 if mine else torch.uint8),
+            "torch.uint8, 1 channels; rank 1 made (4,) of torch.int8",
+        ),
+        (lambda: rota.Window(4, num_channels=2 if mine else 1), ""),
+    ):
+        check_error(error_of(call), "Mismatch", fact)
+    for call, fact in (
+        (
+            lambda: rota.Window(torch.ones(4, 4).t() if mine else torch.ones(4, 4)),
+            "the tensor is strided",
+        ),
+        (
+            lambda: rota.Window(torch.from_numpy(np.ones(4)) if mine else torch.ones(4)),
+            "memory belongs to another library",
+        ),
+        (lambda: rota.Window(-1 if mine else 1), ""),
+    ):
+        kind, told = ("ValueError", "") if mine else ("TransportError", "rank 1 failed")
+        check_error(error_of(call), kind, fact, told)
 
 
-@hosts_of(Layout((0, 0, 0)), Layout((0, 1, 1)))
-def test_ranks_that_disagree_all_raise(layout: Layout) -> None:
-    results = run_on(layout, disagree)
-    for rank, errors in enumerate(results):
-        kinds = [kind for kind, _ in errors]
-        assert kinds[:3] == ["Mismatch"] * 3
-        assert kinds[3:] == ["ValueError" if rank == 1 else "TransportError"] * 3
-        texts = [text for _, text in errors]
-        assert "rank 0, 2 made (3, 2) of torch.float32, 1 channels; rank 1 made (2, 3)" in texts[0]
-        assert "torch.uint8" in texts[1] and "rank 1 made (4,) of torch.int8" in texts[1]
-        assert "the tensor is strided" in texts[3]
-        assert "memory belongs to another library" in texts[4]
-        assert rank == 1 or all("rank 1 failed" in text for text in texts[3:])
-
-
-def refuse(rank: Rank) -> None:
+@of_layouts(PAIR, ONE_BY_ONE)
+@on_layout()
+def test_bad_arguments_are_refused(rank: Rank) -> None:
     rank.init()
     window = rota.Window(10)
     half = rota.Window(10, dtype=torch.float16)
@@ -402,30 +400,19 @@ def refuse(rank: Rank) -> None:
     dist.barrier()
 
 
-@hosts_of(PAIR, ONE_BY_ONE)
-def test_bad_arguments_are_refused(layout: Layout) -> None:
-    run_on(layout, refuse)
-
-
 def test_window_without_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
         rota.Window(1)
 
 
-def choose_engines(rank: Rank) -> list[tuple[str, str]]:
+@on_layout(ONE_BY_ONE)
+def test_engines_that_do_not_fit_are_refused(rank: Rank) -> None:
     rank.init("gloo")
     mine = rank.rank == 1
     engine, part = dist.new_group(backend="gloo"), dist.new_group([1])
-    return [
-        error_of(lambda: rota.Window(1, engine=engine if mine else None)),
-        error_of(lambda: rota.Window(1, engine=part if mine else engine)),
-        error_of(lambda: rota.Window(1, engine=engine)),
-    ]
-
-
-def test_engines_that_do_not_fit_are_refused() -> None:
-    for rank, errors in enumerate(run_on(ONE_BY_ONE, choose_engines)):
-        kinds = [kind for kind, _ in errors]
-        assert kinds == ["Mismatch", "ValueError" if rank else "TransportError", "nothing"]
-        assert "rank 0 has no engine; rank 1 has one of its own" in errors[0][1]
-        assert "the engine is a group of 1 ranks" in errors[1][1]
+    error = error_of(lambda: rota.Window(1, engine=engine if mine else None))
+    check_error(error, "Mismatch", "rank 0 has no engine; rank 1 has one of its own")
+    error = error_of(lambda: rota.Window(1, engine=part if mine else engine))
+    kind = "ValueError" if mine else "TransportError"
+    check_error(error, kind, "the engine is a group of 1 ranks")
+    check_error(error_of(lambda: rota.Window(1, engine=engine)), "nothing")

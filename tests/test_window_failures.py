@@ -7,20 +7,19 @@ import signal
 import time
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import rota
 from hosts import Hosts
 from ranks import Rank, Ranks, check_error, error_of
-from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout
-from windows import PAIR, hosts_of, run_on, start_on
+from several_hosts import ONE_BY_ONE, PAIR, TWO_BY_TWO, Layout, of_layouts, on_layout
+from test_interrupts import run_in_child
 
 SHORT = timedelta(milliseconds=200)
 
 
-def outlive_rank_2(rank: Rank) -> list[tuple[str, str]]:
+def outlive_rank_2(rank: Rank) -> None:
     rank.init("gloo")
     window = rota.Window(10)
     window.tensor.fill_(rank.rank)
@@ -30,72 +29,58 @@ def outlive_rank_2(rank: Rank) -> list[tuple[str, str]]:
     if rank.rank == 2:
         window.wait_signal(2)
         signal.pause()
-    errors = []
-    if rank.rank == 0:
-        window.wait_signal(1)
-        window.wait_signal(2)  # sent before
-        errors.append(error_of(lambda: window.wait_signal(2)))
-        assert not window.is_alive(2) and window.is_alive(1)
-        # The kernel takes milliseconds to end a process, in which its memory is still written.
-        while error_of(lambda: window.put(torch.full((1,), 2.0), 2))[0] == "nothing":
-            pass
-        errors.append(error_of(lambda: window.put(torch.zeros(1), 2)))
-        errors.append(error_of(lambda: window.accumulate(torch.zeros(1), 2)))
-        errors.append(error_of(lambda: window.signal(2)))
-        assert window.view(2).eq(2).all()  # its memory can still be read
-        got = torch.empty(10)
-        window.get(got, 2)
-        assert got.eq(2).all()
-        window.signal(1)
-        assert window.wait_any_signal([2, 1]) == 1
-    else:
+    if rank.rank == 1:
         window.wait_signal(0)
         window.signal(0)
-    return errors
+        return
+    window.wait_signal(1)
+    window.wait_signal(2)  # sent before
+    victim = f"rank 2 (pid {rank.pid_of(2)})"
+    error = error_of(lambda: window.wait_signal(2))
+    check_error(error, "PeerFailed", victim, "rota.Window.wait_signal: rank 0/3 waits in vain")
+    assert not window.is_alive(2) and window.is_alive(1)
+    # The kernel takes milliseconds to end a process, in which its memory is still written.
+    while error_of(lambda: window.put(torch.full((1,), 2.0), 2))[0] == "nothing":
+        pass
+    error = error_of(lambda: window.put(torch.zeros(1), 2))
+    check_error(error, "PeerFailed", victim, "has died")
+    check_error(error_of(lambda: window.accumulate(torch.zeros(1), 2)), "PeerFailed", victim)
+    check_error(error_of(lambda: window.signal(2)), "PeerFailed", victim)
+    assert window.view(2).eq(2).all()  # its memory can still be read
+    got = torch.empty(10)
+    window.get(got, 2)
+    assert got.eq(2).all()
+    window.signal(1)
+    assert window.wait_any_signal([2, 1]) == 1
 
 
 def test_killed_rank_is_named_and_the_others_go_on() -> None:
     with Ranks(3, outlive_rank_2) as ranks:
-        ranks.hear_all()
-        pid = ranks.pid(2)
-        ranks.kill(2)
-        errors = ranks.results(killed=[2])[0]
-    assert [kind for kind, _ in errors] == ["PeerFailed"] * 4
-    assert all(f"rank 2 (pid {pid})" in text for _, text in errors)
-    assert "rota.Window.wait_signal: rank 0/3 waits in vain" in errors[0][1]
-    assert "has died" in errors[1][1]
+        ranks.results_without(2)
 
 
-def close_early(rank: Rank) -> list[tuple[str, str]]:
+@of_layouts(PAIR, ONE_BY_ONE)
+@on_layout()
+def test_closed_window_is_refused_on_both_sides(rank: Rank) -> None:
     rank.init()
     window = rota.Window(10)
     dist.barrier()
+    one = torch.zeros(1)
     if rank.rank == 1:
         window.close()
         window.close()
         dist.barrier()
-        return [
-            error_of(lambda: window.put(torch.zeros(1), 0)),
-            error_of(lambda: window.wait_signal(0)),
-            error_of(lambda: window.view(1)),
-        ]
+        closed = "this window is closed; make a new one"
+        check_error(error_of(lambda: window.put(one, 0)), "RotaError", closed)
+        check_error(error_of(lambda: window.wait_signal(0)), "RotaError")
+        check_error(error_of(lambda: window.view(1)), "RotaError")
+        return
     dist.barrier()
-    return [
-        error_of(lambda: window.put(torch.zeros(1), 1)),
-        error_of(lambda: window.get(torch.zeros(1), 1)),
-        error_of(lambda: window.wait_signal(1)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"), [(PAIR, "rank 1 (pid "), (ONE_BY_ONE, "rank 1 on host 1")], ids=str
-)
-def test_closed_window_is_refused_on_both_sides(layout: Layout, name: str) -> None:
-    of_open, of_closed = run_on(layout, close_early)
-    assert [kind for kind, _ in of_closed] == ["RotaError"] * 3
-    assert "this window is closed; make a new one" in of_closed[0][1]
-    assert [kind for kind, _ in of_open] == ["PeerFailed"] * 3
-    assert name in of_open[0][1] and "has closed its window" in of_open[0][1]
+    name = "rank 1 (pid " if rank.layout == PAIR else "rank 1 on host 1"
+    error = error_of(lambda: window.put(one, 1))
+    check_error(error, "PeerFailed", name, "has closed its window")
+    check_error(error_of(lambda: window.get(one, 1)), "PeerFailed")
+    check_error(error_of(lambda: window.wait_signal(1)), "PeerFailed")
 
 
 def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
@@ -133,13 +118,10 @@ def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
 
 
 def test_killed_rank_of_another_host_is_named_and_the_others_go_on() -> None:
-    with start_on(TWO_BY_TWO, outlive_rank_2_of_another_host) as ranks:
-        for number in range(4):
-            ranks.hear(number)
-        ranks.kill(2)
-        errors = ranks.results(killed=[2])[0]
-    assert [kind for kind, _ in errors] == ["PeerFailed"] * 5
-    assert all("rank 2 on host 1" in text and "has died or left" in text for _, text in errors)
+    with TWO_BY_TWO.start(outlive_rank_2_of_another_host) as ranks:
+        errors = ranks.results_without(2)[0]
+    for error in errors:
+        check_error(error, "PeerFailed", "rank 2 on host 1", "has died or left")
     assert "rota.Window.wait_signal: rank 0/4 waits in vain" in errors[0][1]
 
 
@@ -181,9 +163,8 @@ def make_another_after_a_silence(rank: Rank) -> tuple[str, str]:
 
 def test_rank_that_was_given_up_is_reached_by_a_new_window() -> None:
     silence = {"ROTA_HOST_SILENCE_MS": "500"}
-    with start_on(ONE_BY_ONE, make_another_after_a_silence, env=silence) as ranks:
-        for number in range(2):
-            ranks.hear(number)
+    with ONE_BY_ONE.start(make_another_after_a_silence, env=silence) as ranks:
+        ranks.hear_all()
         ranks.kill(1, signal.SIGSTOP)
         ranks.tell(0)
         ranks.hear(0)
@@ -209,11 +190,9 @@ def wait_for_a_host_that_vanishes(rank: Rank) -> list[tuple[str, str]]:
 
 def test_host_that_vanishes_is_named() -> None:
     with Hosts((1, 1)) as hosts, hosts.start(wait_for_a_host_that_vanishes) as ranks:
-        for number in range(2):
-            ranks.hear(number)
+        ranks.hear_all()
         hosts.drop_traffic(1)
-        for number in range(2):
-            ranks.tell(number)
+        ranks.tell_all()
         for number, errors in enumerate(ranks.results()):
             for error in errors:
                 check_error(
@@ -234,9 +213,9 @@ def wait_for_nothing(rank: Rank) -> tuple[str, str] | None:
     return None
 
 
-@hosts_of(PAIR, ONE_BY_ONE)
+@of_layouts(PAIR, ONE_BY_ONE)
 def test_ctrl_c_ends_a_wait(layout: Layout) -> None:
-    with start_on(layout, wait_for_nothing) as ranks:
+    with layout.start(wait_for_nothing) as ranks:
         ranks.hear(0)
         ranks.wait_for_stderr(0, "a signal on channel 0; still waiting")
         ranks.kill(0, signal.SIGINT)
@@ -262,7 +241,7 @@ def put_until_interrupted(rank: Rank) -> str | None:
 
 
 def test_ctrl_c_ends_a_put_to_another_host_and_the_window_goes_on() -> None:
-    with start_on(ONE_BY_ONE, put_until_interrupted) as ranks:
+    with ONE_BY_ONE.start(put_until_interrupted) as ranks:
         ranks.hear(0)
         time.sleep(0.1)  # it puts now; if not yet, the interrupt comes a little earlier
         ranks.kill(0, signal.SIGINT)
@@ -271,41 +250,30 @@ def test_ctrl_c_ends_a_put_to_another_host_and_the_window_goes_on() -> None:
         ranks.results()
 
 
-def time_out(rank: Rank) -> tuple[str, str]:
+def time_out(rank: Rank) -> None:
+    """Rank 0 meets rank 1 in a barrier that rank 1 leaves out."""
     rank.init()
     window = rota.Window(1)
     dist.barrier()
-    if rank.rank == 1:
-        return error_of(lambda: rota.Window(1, timeout=SHORT))
-    error = error_of(lambda: window.wait_signal(1, timeout=SHORT))
-    dist.barrier()
-    return error
+    if rank.rank == 0:
+        error_of(lambda: window.wait_signal(1, timeout=SHORT))
+        dist.barrier()
+    error = error_of(lambda: rota.Window(1, timeout=SHORT))
+    check_error(error, "Timeout", "rank 1/2 waited 0.2 s for rank 0")
 
 
 def test_timeouts_name_who_did_not_come() -> None:
     with Ranks(2, time_out) as ranks:
-        kind, text = ranks.hear_result(1)
-        assert kind == "Timeout" and "rank 1/2 waited 0.2 s for rank 0" in text
-        # Rank 0 meets rank 1 in a barrier that rank 1 leaves out.
-        assert "rank 1" in text
+        ranks.hear_result(1)
 
 
-def fork(rank: Rank) -> bytes:
+@of_layouts(PAIR, ONE_BY_ONE)
+@on_layout()
+def test_forked_child_may_not_use_its_parents_window(rank: Rank) -> None:
     rank.init()
     window = rota.Window(1)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, repr(error_of(lambda: window.signal(1))).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
+    error = run_in_child(lambda: window.signal(1))
+    check_error(error, "RotaError", "belongs to the parent process")
     dist.barrier()
     window.signal(1 - rank.rank)
     window.wait_signal(1 - rank.rank)
-    return os.read(reader, 1000)
-
-
-@hosts_of(PAIR, ONE_BY_ONE)
-def test_forked_child_may_not_use_its_parents_window(layout: Layout) -> None:
-    for text in run_on(layout, fork):
-        assert b"RotaError" in text and b"belongs to the parent process" in text

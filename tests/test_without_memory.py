@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import rota
-from ranks import Rank, error_of, on_ranks, run_ranks
+from ranks import Rank, error_of, on_ranks
 from rota import _C
-from several_hosts import TWO_BY_TWO, Layout
+from several_hosts import PAIR, TWO_BY_TWO, of_layouts, on_layout
 
 
 class Wrapper(torch.Tensor):
@@ -170,10 +169,11 @@ def free(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def lose_memory_while_queued(rank: Rank, *_: object) -> None:
+@of_layouts(PAIR, TWO_BY_TWO)
+@on_layout()
+def test_memory_lost_while_a_call_is_queued_is_an_error_on_every_rank(rank: Rank) -> None:
     """The last rank's tensors lose their memory while its calls wait for an earlier one."""
-    if not dist.is_initialized():
-        rank.init()
+    rank.init()
     communicator = rota.Communicator()
     store = dist.distributed_c10d._get_default_store()
     n, me = rank.world_size, rank.rank
@@ -216,12 +216,3 @@ def lose_memory_while_queued(rank: Rank, *_: object) -> None:
         again = torch.ones(4 * n)
         barrier(again)
         assert again.eq(n).all(), f"the call after {what}"
-
-
-def test_memory_lost_while_a_call_is_queued_is_an_error_on_every_rank() -> None:
-    run_ranks(2, lose_memory_while_queued)
-
-
-@pytest.mark.parametrize("layout", [TWO_BY_TWO], ids=str)
-def test_memory_lost_while_a_call_is_queued_between_hosts(layout: Layout) -> None:
-    layout.run(lose_memory_while_queued)

@@ -6,6 +6,7 @@ The hosts are simulated by ROTA_HOST_ID, and the engine is NCCL or a stand-in fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,17 +15,16 @@ import torch
 import torch.distributed as dist
 
 import rota
+import several_hosts
 from device_engines import make_engine, num_exchanges
 from on_gpu import DEVICE, LIMIT_S, WAIT_S, Guarded
 from oracle import assert_same
 from ranks import Rank
-from several_hosts import Layout
 
 TIME_S = 3 * LIMIT_S
 
 
-def run(layout: Layout, function: Callable[..., Any], *args: object) -> list[Any]:
-    return layout.run(function, *args, timeout_s=TIME_S)
+on_layout = functools.partial(several_hosts.on_layout, timeout_s=TIME_S)
 
 
 def init_on_gpu(rank: Rank) -> None:

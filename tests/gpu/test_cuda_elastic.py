@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_workers import all_hear, first_order, serve, store_of
-from on_gpu import DEVICE, LIMIT_S, run_ranks
+from on_gpu import DEVICE, LIMIT_S, on_ranks
 from ranks import Rank, Ranks, check_error, error_of
 from rota.elastic import Membership, State
 
@@ -33,7 +33,8 @@ def test_cuda_sums_after_each_change_of_members(store: dist.TCPStore, place: int
         ranks.results(killed=[dead])
 
 
-def copy_state(rank: Rank, port: int) -> tuple[bool, set[float], set[float]]:
+@on_ranks(2)
+def test_cuda_state_is_copied_from_a_rank_that_has_trained(rank: Rank, port: int) -> None:
     """Rank 0 has trained; torch computes nothing here, so that a simulated GPU will do."""
     torch.cuda.set_device(DEVICE)
     membership = Membership(store_of(port), rank=rank.rank)
@@ -51,7 +52,8 @@ def copy_state(rank: Rank, port: int) -> tuple[bool, set[float], set[float]]:
     assert state.num_steps == 2
     momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
     assert all(tensor.device == DEVICE for tensor in (*model.parameters(), *momenta))
-    return has_copied, values_of(model.parameters()), values_of(momenta)
+    assert has_copied == (rank.rank == 1)
+    assert values_of(model.parameters()) == {PARAMETER} and values_of(momenta) == {MOMENTUM}
 
 
 def step_with_the_dead(rank: Rank, port: int) -> tuple[list[tuple[str, str]], set[float]]:
@@ -89,8 +91,3 @@ def test_cuda_step_without_gradients_of_all_is_neither_taken_nor_committed(
 
 def values_of(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[float]:
     return {value for tensor in tensors for value in tensor.detach().cpu().unique().tolist()}
-
-
-def test_cuda_state_is_copied_from_a_rank_that_has_trained(store: dist.TCPStore) -> None:
-    results = run_ranks(2, copy_state, store.port)
-    assert results == [(has_copied, {PARAMETER}, {MOMENTUM}) for has_copied in (False, True)]

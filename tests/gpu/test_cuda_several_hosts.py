@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import FORMATS, Format
-from connected_hosts import Connected, init_on_gpu, run
+from connected_hosts import Connected, init_on_gpu, on_layout
 from device_engines import make_engine, num_exchanges
 from on_gpu import DEVICE, WAIT_S, Guarded
 from oracle import (
@@ -28,14 +28,12 @@ from oracle import (
     random_patterns,
 )
 from ranks import Rank, check_error, error_of
-from several_hosts import ONE_BY_ONE, THREE_UNEVEN, TWO_BY_TWO, UNEVEN, Layout, by_hosts
+from several_hosts import ONE_BY_ONE, THREE_UNEVEN, TWO_BY_TWO, UNEVEN, Layout, by_hosts, of_layouts
 from test_cuda_communicator import reduce_bucket_on_both
 
 # The ranks of the second rail are not in the order of their hosts.
 CROSSED = Layout((0, 1, 2, 2, 1, 0))
-of_every_layout = pytest.mark.parametrize(
-    "layout", [ONE_BY_ONE, TWO_BY_TWO, UNEVEN, THREE_UNEVEN, CROSSED], ids=str
-)
+of_every_layout = of_layouts(ONE_BY_ONE, TWO_BY_TWO, UNEVEN, THREE_UNEVEN, CROSSED)
 
 TILE = 512
 # Around parts of one tile and of several: each rail and host has one. All parts of the last are
@@ -46,10 +44,13 @@ SIZES = (0, 1, 513, 2049, 20_001, 12 * TILE)
 # ---- sums
 
 
-def reduce_every_dtype(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_all_reduce_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     connected = Connected(rank)
     # What differs between layouts does not depend on the dtype.
-    for dtype in DTYPES if layout == TWO_BY_TWO else (torch.float32, torch.float16, torch.int8):
+    few = (torch.float32, torch.float16, torch.int8)
+    for dtype in DTYPES if rank.layout == TWO_BY_TWO else few:
         for size in SIZES:
             source = random_inputs(rank.world_size, size, dtype)[rank.rank]
             connected.same_on_both(source, f"{name_of(dtype)} {size}", offset=size % 2)
@@ -59,12 +60,9 @@ def reduce_every_dtype(rank: Rank, layout: Layout) -> None:
             connected.same_on_both(source, f"{name_of(dtype)} {op}", op=op)
 
 
-@of_every_layout
-def test_all_reduce_gives_the_bits_of_the_cpu(layout: Layout) -> None:
-    run(layout, reduce_every_dtype)
-
-
-def reduce_with_wires(rank: Rank, layout: Layout) -> None:
+@of_layouts(TWO_BY_TWO, UNEVEN)
+@on_layout()
+def test_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     connected = Connected(rank, for_cpu=True)
     wires = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8_DTYPES)
     for dtype, wire, op in itertools.product(
@@ -79,15 +77,12 @@ def reduce_with_wires(rank: Rank, layout: Layout) -> None:
         connected.same_on_both(inputs[rank.rank], case, op=op, wire_dtype=wire, is_staged=is_staged)
         if dtype == torch.float32 and op == "avg":
             connected.comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE), op, wire_dtype=wire)
-            assert_same(tensor.cpu(), by_hosts(inputs, layout, op, Format(wire, False)), case)
+            assert_same(tensor.cpu(), by_hosts(inputs, rank.layout, op, Format(wire, False)), case)
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-def test_all_reduce_with_a_wire_dtype_gives_the_bits_of_the_cpu(layout: Layout) -> None:
-    run(layout, reduce_with_wires)
-
-
-def reduce_in_scaled_blocks(rank: Rank, layout: Layout) -> None:
+@of_layouts(TWO_BY_TWO, UNEVEN)
+@on_layout()
+def test_sums_in_scaled_blocks_between_hosts_give_the_bits_of_the_cpu(rank: Rank) -> None:
     for wire in (torch.float16, torch.float8_e4m3fn):
         connected = Connected(rank, inter_wire_dtype=wire, inter_block_scaling=True)
         for dtype, size in itertools.product((torch.float32, torch.float64), (1, 513, 9001)):
@@ -99,23 +94,16 @@ def reduce_in_scaled_blocks(rank: Rank, layout: Layout) -> None:
             connected.same_scattered(source, f"reduce_scatter {size}")
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-def test_sums_in_scaled_blocks_between_hosts_give_the_bits_of_the_cpu(layout: Layout) -> None:
-    run(layout, reduce_in_scaled_blocks)
-
-
-def reduce_in_tree(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_sums_in_a_tree_give_the_bits_of_the_cpu(rank: Rank) -> None:
     connected = Connected(rank)
     for dtype in (torch.float16, torch.float32, torch.int32):
         source = random_inputs(rank.world_size, 3001, dtype)[rank.rank]
         connected.same_on_both(source, name_of(dtype), order="tree")
 
 
-def test_sums_in_a_tree_give_the_bits_of_the_cpu() -> None:
-    run(TWO_BY_TWO, reduce_in_tree)
-
-
-def reduce_many_chunks(rank: Rank, layout: Layout) -> None:
+@on_layout(ONE_BY_ONE)
+def test_all_reduce_of_several_chunks_is_exact(rank: Rank) -> None:
     connected = Connected(rank)
     # Three chunks of 32 MiB (kDeviceChunkBytes), the last of which is odd.
     numbers = torch.arange((16 << 20) + 1001).remainder(999_983).to(torch.float32)
@@ -123,11 +111,9 @@ def reduce_many_chunks(rank: Rank, layout: Layout) -> None:
     assert_same(tensor.cpu(), 2 * numbers - 1, "three chunks")
 
 
-def test_all_reduce_of_several_chunks_is_exact() -> None:
-    run(ONE_BY_ONE, reduce_many_chunks)
-
-
-def reduce_to_one(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_reduce_and_reduce_scatter_give_the_bits_of_the_cpu(rank: Rank) -> None:
     connected = Connected(rank)
     comm, own, n = connected.comm, rank.rank, rank.world_size
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), SIZES):
@@ -145,15 +131,12 @@ def reduce_to_one(rank: Rank, layout: Layout) -> None:
     narrow.same_scattered(source, "reduce_scatter in float16", "avg")
 
 
-@of_every_layout
-def test_reduce_and_reduce_scatter_give_the_bits_of_the_cpu(layout: Layout) -> None:
-    run(layout, reduce_to_one)
-
-
 # ---- gradient buckets
 
 
-def reduce_buckets(rank: Rank, layout: Layout) -> None:
+@of_layouts(TWO_BY_TWO, UNEVEN, CROSSED)
+@on_layout()
+def test_reduce_bucket_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     connected = Connected(rank)
     for wire, size in itertools.product(FORMATS, (0, 1, 513, 9001)):
         through = connected.goes_through_engine(
@@ -167,12 +150,9 @@ def reduce_buckets(rank: Rank, layout: Layout) -> None:
             reduce_bucket_on_both(rank, connected.comm, wire, dtype, 5001, contribution_factor=0.5)
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN, CROSSED], ids=str)
-def test_reduce_bucket_gives_the_bits_of_the_cpu(layout: Layout) -> None:
-    run(layout, reduce_buckets)
-
-
-def reduce_with_memory(rank: Rank, layout: Layout) -> None:
+@of_layouts(TWO_BY_TWO, UNEVEN)
+@on_layout()
+def test_error_feedback_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     """Which rank of a host keeps what is lost of an element differs; their sum does not."""
     connected = Connected(rank)
     n, size = rank.world_size, 5001
@@ -204,16 +184,13 @@ def reduce_with_memory(rank: Rank, layout: Layout) -> None:
         assert residuals[0].count_nonzero() > 0
 
 
-@pytest.mark.parametrize("layout", [TWO_BY_TWO, UNEVEN], ids=str)
-def test_error_feedback_gives_the_bits_of_the_cpu(layout: Layout) -> None:
-    run(layout, reduce_with_memory)
-
-
-def reduce_with_state(rank: Rank, layout: Layout) -> None:
+@pytest.mark.torch_kernels
+@on_layout(TWO_BY_TWO)
+def test_gradients_of_a_state_with_an_engine_go_from_gpu_to_gpu(rank: Rank) -> None:
     init_on_gpu(rank)
     engine = make_engine()
     inputs = random_inputs(rank.world_size, 5001, torch.float32)
-    expected = by_hosts(inputs, layout, "avg", Format(torch.float8_e4m3fn, True))
+    expected = by_hosts(inputs, rank.layout, "avg", Format(torch.float8_e4m3fn, True))
     for device in ("cpu", DEVICE):
         state = rota.HookState(engine=engine, inter_wire_dtype=torch.float8_e4m3fn)
         parameter = torch.nn.Parameter(torch.zeros(5001).to(device))
@@ -225,15 +202,12 @@ def reduce_with_state(rank: Rank, layout: Layout) -> None:
     check_error(error, "ValueError", "already has another engine")
 
 
-@pytest.mark.torch_kernels
-def test_gradients_of_a_state_with_an_engine_go_from_gpu_to_gpu() -> None:
-    run(TWO_BY_TWO, reduce_with_state)
-
-
 # ---- copies
 
 
-def move(rank: Rank, layout: Layout) -> None:
+@of_every_layout
+@on_layout()
+def test_broadcast_and_all_gather_move_every_bit(rank: Rank) -> None:
     connected = Connected(rank)
     comm, own, n = connected.comm, rank.rank, rank.world_size
     for dtype, size in itertools.product((torch.bool, torch.complex64), SIZES):
@@ -259,12 +233,8 @@ def move(rank: Rank, layout: Layout) -> None:
         assert_same(gathered.get(case), torch.cat(inputs), f"all_gather {case}")
 
 
-@of_every_layout
-def test_broadcast_and_all_gather_move_every_bit(layout: Layout) -> None:
-    run(layout, move)
-
-
-def move_many_chunks(rank: Rank, layout: Layout) -> None:
+@on_layout(ONE_BY_ONE)
+def test_copies_of_several_chunks_move_every_bit(rank: Rank) -> None:
     comm = Connected(rank).comm
     size = (33 << 20) + 5
     inputs = random_patterns(rank.world_size, size, torch.uint8)
@@ -275,18 +245,15 @@ def move_many_chunks(rank: Rank, layout: Layout) -> None:
     assert_same(gathered.cpu(), torch.cat(inputs), "all_gather")
 
 
-def test_copies_of_several_chunks_move_every_bit() -> None:
-    run(ONE_BY_ONE, move_many_chunks)
-
-
 # ---- streams, layouts of tensors, the backend
 
 
-def use_streams(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_calls_are_ordered_with_the_callers_streams(rank: Rank) -> None:
     """Results are ordered with the caller's streams, whatever the streams take their time for."""
     comm = Connected(rank).comm
     inputs = random_inputs(rank.world_size, 30_001, torch.float32)
-    expected = by_hosts(inputs, layout)
+    expected = by_hosts(inputs, rank.layout)
     side = torch.cuda.Stream(DEVICE)
     ballast = torch.zeros(2, 8 << 20).to(DEVICE)
     for _ in range(4):
@@ -315,11 +282,8 @@ def use_streams(rank: Rank, layout: Layout) -> None:
     assert wide.cpu()[1::2].count_nonzero() == 0
 
 
-def test_calls_are_ordered_with_the_callers_streams() -> None:
-    run(TWO_BY_TWO, use_streams)
-
-
-def drop_tensors(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_memory_of_a_dropped_tensor_is_not_reused_too_early(rank: Rank) -> None:
     comm, sevens = Connected(rank).comm, torch.full((30_001,), 7.0)
     for _ in range(10):
         comm.all_reduce(torch.ones(30_001).to(DEVICE), async_op=True)
@@ -328,11 +292,8 @@ def drop_tensors(rank: Rank, layout: Layout) -> None:
         assert_same(other.cpu(), sevens, "a tensor that was made after the call")
 
 
-def test_memory_of_a_dropped_tensor_is_not_reused_too_early() -> None:
-    run(TWO_BY_TWO, drop_tensors)
-
-
-def use_backend(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_backend_rota_takes_a_device_engine(rank: Rank) -> None:
     init_on_gpu(rank)
     engine = make_engine()
     options = rota.BackendOptions(
@@ -340,7 +301,7 @@ def use_backend(rank: Rank, layout: Layout) -> None:
     )
     group = dist.new_group(backend="rota", pg_options=options, timeout=timedelta(seconds=WAIT_S))
     inputs = random_inputs(rank.world_size, 5000, torch.float32)
-    expected = by_hosts(inputs, layout, "avg", Format(torch.float16, False))
+    expected = by_hosts(inputs, rank.layout, "avg", Format(torch.float16, False))
     before = num_exchanges(engine)
     tensor = inputs[rank.rank].to(DEVICE)
     work = dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group, async_op=True)
@@ -349,12 +310,8 @@ def use_backend(rank: Rank, layout: Layout) -> None:
     assert_same(tensor.cpu(), expected, "all_reduce")
     part = torch.zeros(1250).to(DEVICE)
     dist.reduce_scatter_tensor(part, inputs[rank.rank].to(DEVICE), group=group)
-    summed = by_hosts(inputs, layout, "sum", Format(torch.float16, False))
+    summed = by_hosts(inputs, rank.layout, "sum", Format(torch.float16, False))
     assert_same(part.cpu(), summed[1250 * rank.rank : 1250 * (rank.rank + 1)], "reduce_scatter")
     assert num_exchanges(engine) > before
     dist.all_reduce(on_cpu := inputs[rank.rank].clone(), dist.ReduceOp.AVG, group=group)
     assert_same(on_cpu, expected, "CPU tensors")
-
-
-def test_backend_rota_takes_a_device_engine() -> None:
-    run(TWO_BY_TWO, use_backend)

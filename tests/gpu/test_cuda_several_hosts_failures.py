@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 
 import rota
-from connected_hosts import TIME_S, Connected, communicator_over, init_on_gpu, run
+from connected_hosts import TIME_S, Connected, communicator_over, init_on_gpu, on_layout
 from device_engines import make_engine, num_exchanges, that_moves_nothing, that_raises
 from on_gpu import DEVICE, WAIT_S, capture
 from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
 from ranks import Rank, check_error, error_of
-from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout, by_hosts
+from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout, by_hosts, of_layouts
 
 # ---- what goes through the host's memory
 
 
-def stage(rank: Rank, layout: Layout) -> None:
+@on_layout(TWO_BY_TWO)
+def test_what_has_no_kernel_is_staged(rank: Rank) -> None:
     connected = Connected(rank)
     comm, n = connected.comm, rank.world_size
     for dtype in FLOAT8_DTYPES:
@@ -44,35 +45,27 @@ def stage(rank: Rank, layout: Layout) -> None:
     check_error(error, "TransportError")
 
 
-def test_what_has_no_kernel_is_staged() -> None:
-    run(TWO_BY_TWO, stage)
-
-
-def stage_with_gloo(rank: Rank, layout: Layout) -> str | None:
+@on_layout(TWO_BY_TWO)
+def test_an_engine_for_the_cpu_alone_stages(rank: Rank) -> None:
     """As without an engine: Gloo's one backend for all devices would stage, too."""
     init_on_gpu(rank)
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
     for engine in (None, dist.new_group(backend="gloo")):
         comm = communicator_over(engine)
         comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
-        assert_same(tensor.cpu(), by_hosts(inputs, layout), "all_reduce")
+        assert_same(tensor.cpu(), by_hosts(inputs, rank.layout), "all_reduce")
         assert comm.peer_access is not None and "the network" in comm.peer_access
-    return comm.peer_access
 
 
-def test_an_engine_for_the_cpu_alone_stages() -> None:
-    run(TWO_BY_TWO, stage_with_gloo)
-
-
-def join_on_one_host(rank: Rank, layout: Layout) -> str | None:
-    if layout.host_of[rank.rank] == 1:
+def join_on_one_host(rank: Rank) -> str | None:
+    if rank.layout.host_of[rank.rank] == 1:
         os.environ["ROTA_PEER_MEMORY"] = "symmetric"
     init_on_gpu(rank)
     engine = make_engine()
     comm = communicator_over(engine)
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
     comm.all_reduce(tensor := inputs[rank.rank].to(DEVICE))
-    assert_same(tensor.cpu(), by_hosts(inputs, layout), "all_reduce")
+    assert_same(tensor.cpu(), by_hosts(inputs, rank.layout), "all_reduce")
     assert num_exchanges(engine) == 0
     return comm.peer_access
 
@@ -92,7 +85,8 @@ def test_where_one_hosts_gpus_cannot_be_joined_all_ranks_stage() -> None:
 # ---- disagreements and failures
 
 
-def disagree(rank: Rank, layout: Layout) -> list[str]:
+@on_layout(TWO_BY_TWO)
+def test_calls_that_differ_are_a_mismatch_on_every_rank(rank: Rank) -> None:
     connected = Connected(rank)
     comm, is_odd = connected.comm, rank.rank == 3
     ones = torch.ones(9)
@@ -100,95 +94,71 @@ def disagree(rank: Rank, layout: Layout) -> list[str]:
     def on_own(device: Any) -> torch.Tensor:
         return ones.clone().to(device)
 
-    texts = []
-    for call in (
-        lambda: comm.all_reduce(on_own(DEVICE)[: 9 if is_odd else 8]),
-        lambda: comm.all_reduce(on_own(DEVICE), "max" if is_odd else "sum"),
-        lambda: comm.all_reduce(on_own("cpu" if is_odd else DEVICE)),
-        lambda: comm.broadcast(on_own(DEVICE), 1 if is_odd else 0),
+    for call, facts in (
+        (
+            lambda: comm.all_reduce(on_own(DEVICE)[: 9 if is_odd else 8]),
+            ("float32[8]", "float32[9]"),
+        ),
+        (
+            lambda: comm.all_reduce(on_own(DEVICE), "max" if is_odd else "sum"),
+            ("all_reduce(sum", "all_reduce(max"),
+        ),
+        (
+            lambda: comm.all_reduce(on_own("cpu" if is_odd else DEVICE)),
+            ("two_shot, between GPUs)", "two_shot)"),
+        ),
+        (lambda: comm.broadcast(on_own(DEVICE), 1 if is_odd else 0), ("root 0", "root 1")),
     ):
-        error, text = error_of(call)
-        assert error == "Mismatch", text
-        texts.append(text)
+        check_error(error_of(call), "Mismatch", *facts)
     comm.all_reduce(tensor := on_own(DEVICE))
     assert_same(tensor.cpu(), ones * 4, "the group goes on")
-    return texts
 
 
-def test_calls_that_differ_are_a_mismatch_on_every_rank() -> None:
-    for texts in run(TWO_BY_TWO, disagree):
-        for text, facts in zip(
-            texts,
-            (
-                ("float32[8]", "float32[9]"),
-                ("all_reduce(sum", "all_reduce(max"),
-                ("two_shot, between GPUs)", "two_shot)"),
-                ("root 0", "root 1"),
-            ),
-            strict=True,
-        ):
-            assert all(fact in text for fact in facts), text
-
-
-def connect_before_others(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(TWO_BY_TWO)
+def test_joining_gpus_is_compared_with_other_calls(rank: Rank) -> None:
     init_on_gpu(rank)
     comm = communicator_over(make_engine())
     ones = torch.ones(8)
     call = comm.barrier if rank.rank == 3 else lambda: comm.all_reduce(ones.to(DEVICE))
-    result = error_of(call)
+    error = error_of(call)
     comm.all_reduce(tensor := ones.to(DEVICE))
     assert_same(tensor.cpu(), ones * 4, "the group goes on")
-    return result
+    check_error(error, "Mismatch", "rank 2 called connect_device(); rank 3 called barrier()")
 
 
-def test_joining_gpus_is_compared_with_other_calls() -> None:
-    for error in run(TWO_BY_TWO, connect_before_others):
-        check_error(error, "Mismatch", "rank 2 called connect_device(); rank 3 called barrier()")
-
-
-def use_engine_of_wrong_size(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(TWO_BY_TWO)
+def test_engine_of_the_wrong_size_is_an_error_on_every_rank(rank: Rank) -> None:
     rank.init("gloo", timeout_s=WAIT_S)
     make_engine()  # registers it
     groups = [dist.new_group(ranks, backend="cuda:device_gloo") for ranks in ([0, 1], [2, 3])]
-    return error_of(lambda: rota.Communicator(engine=groups[rank.rank // 2]))
+    error = error_of(lambda: rota.Communicator(engine=groups[rank.rank // 2]))
+    check_error(error, "ValueError", "a group of 2 ranks", "expected 4 ranks")
 
 
-def test_engine_of_the_wrong_size_is_an_error_on_every_rank() -> None:
-    for error in run(TWO_BY_TWO, use_engine_of_wrong_size):
-        check_error(error, "ValueError", "a group of 2 ranks", "expected 4 ranks")
-
-
-def use_engine_that_moves_nothing(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(ONE_BY_ONE)
+def test_engine_that_does_not_deliver_is_an_error_on_every_rank(rank: Rank) -> None:
     init_on_gpu(rank)
     engine = that_moves_nothing(rank.rank, rank.world_size)
     comm = communicator_over(engine)
-    result = error_of(lambda: comm.connect_device(DEVICE))
+    error = error_of(lambda: comm.connect_device(DEVICE))
     assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == "TransportError"
-    return result
+    check_error(error, "TransportError", "did not deliver", "pass another engine")
 
 
-def test_engine_that_does_not_deliver_is_an_error_on_every_rank() -> None:
-    for error in run(ONE_BY_ONE, use_engine_that_moves_nothing):
-        check_error(error, "TransportError", "did not deliver", "pass another engine")
-
-
-def use_engine_that_fails_on_one_rank(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(TWO_BY_TWO)
+def test_engine_that_fails_on_one_rank_is_an_error_on_every_rank(rank: Rank) -> None:
     init_on_gpu(rank)
     engine = make_engine()  # nothing ends the wait of its first exchange
     if rank.rank == 1:
         engine = that_raises(rank.rank, rank.world_size)
     comm = communicator_over(engine)
-    result = error_of(lambda: comm.all_reduce(torch.ones(4).to(DEVICE)))
-    assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == result[0]
-    return result
+    first = error_of(lambda: comm.all_reduce(torch.ones(4).to(DEVICE)))
+    check_error(error_of(lambda: comm.all_reduce(torch.ones(4))), first[0])
+    fact = "the engine of rank 1 failed to exchange CUDA tensors"
+    check_error(first, "TransportError", fact)
 
 
-def test_engine_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
-    for error in run(TWO_BY_TWO, use_engine_that_fails_on_one_rank):
-        check_error(error, "TransportError", "the engine of rank 1 failed to exchange CUDA tensors")
-
-
-def lose_last(rank: Rank, layout: Layout) -> tuple[str, str]:
+def lose_last(rank: Rank) -> tuple[str, str]:
     """The test kills the last rank while all go on."""
     del os.environ["ROTA_HOST_SILENCE_MS"]
     comm = Connected(rank).comm
@@ -208,7 +178,7 @@ def lose_last(rank: Rank, layout: Layout) -> tuple[str, str]:
     return result
 
 
-@pytest.mark.parametrize("layout", [ONE_BY_ONE, TWO_BY_TWO], ids=str)
+@of_layouts(ONE_BY_ONE, TWO_BY_TWO)
 def test_all_survivors_hear_of_a_killed_rank(layout: Layout) -> None:
     last = layout.world_size - 1
     with layout.start(lose_last, timeout_s=TIME_S) as ranks:
@@ -226,7 +196,7 @@ def test_all_survivors_hear_of_a_killed_rank(layout: Layout) -> None:
         check_error(error, "PeerFailed", f"rank {last}")
 
 
-def interrupt_one(rank: Rank, layout: Layout) -> tuple[str, str]:
+def interrupt_one(rank: Rank) -> tuple[str, str]:
     comm = Connected(rank).comm
     rank.tell()
     if rank.rank == 1:
@@ -248,13 +218,10 @@ def test_interrupted_call_is_an_error_on_every_rank() -> None:
     assert error == "PeerFailed" and "rank 0 was interrupted" in text, text
 
 
-def capture_call(rank: Rank, layout: Layout) -> tuple[str, str]:
+@on_layout(ONE_BY_ONE)
+def test_a_graph_cannot_capture_a_call(rank: Rank) -> None:
     comm = Connected(rank).comm
     tensor = torch.ones(8).to(DEVICE)
     comm.all_reduce(tensor)
-    return error_of(lambda: capture(lambda: comm.all_reduce(tensor)))
-
-
-def test_a_graph_cannot_capture_a_call() -> None:
-    for error in run(ONE_BY_ONE, capture_call):
-        check_error(error, "ValueError", "which a CUDA graph cannot capture")
+    error = error_of(lambda: capture(lambda: comm.all_reduce(tensor)))
+    check_error(error, "ValueError", "which a CUDA graph cannot capture")
