@@ -15,40 +15,46 @@ import torch.distributed as dist
 from ranks import Body, Rank, Ranks, as_test
 
 
-def serve(rank: Rank) -> None:
+def serve(rank: Rank, options: dict[str, Any]) -> None:
     """Runs one check after the other, until the test says that there are no more."""
     torch.set_num_threads(1)
-    rank.init()
+    rank.init(**options)
     while (call := rank.hear()) is not None:
         check, args = call
         try:
-            check(rank, *args)
-            rank.tell()
+            rank.tell((check(rank, *args), None))
         except Exception:
-            rank.tell(traceback.format_exc())
+            rank.tell((None, traceback.format_exc()))
     dist.destroy_process_group()
 
 
 class CheckGroup:
-    """Ranks that run checks; a failed one ends them, so that the next check gets new ones."""
+    """Ranks that run checks; a failed one ends them, so that the next check gets new ones.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        limit_s: for all checks together.
+        options: of Rank.init.
+    """
+
+    def __init__(self, world_size: int, limit_s: float, options: dict[str, Any]) -> None:
         self.world_size = world_size
+        self._limit_s, self._options = limit_s, options
         self._ranks: Ranks | None = None
 
-    def run(self, check: Callable[..., None], *args: object) -> None:
+    def run(self, check: Callable[..., Any], *args: object) -> list[Any]:
+        """What `check(rank, *args)` returns on each rank."""
         if self._ranks is None:
-            self._ranks = Ranks(self.world_size, serve, timeout_s=120)
-        for rank in range(self.world_size):
-            self._ranks.tell(rank, (check, args))
+            self._ranks = Ranks(self.world_size, serve, self._options, timeout_s=self._limit_s)
+        self._ranks.tell_all((check, args))
         try:
-            errors = [self._ranks.hear(rank) for rank in range(self.world_size)]
+            results, errors = zip(*self._ranks.hear_all(), strict=True)
         except BaseException:
             self.end()
             raise
         if any(errors):
             self.end()
             pytest.fail("\n".join(f"rank {rank}: {error}" for rank, error in enumerate(errors)))
+        return list(results)
 
     def end(self) -> None:
         if self._ranks is not None:
@@ -57,8 +63,7 @@ class CheckGroup:
 
     def finish(self) -> None:
         if self._ranks is not None:
-            for rank in range(self.world_size):
-                self._ranks.tell(rank)
+            self._ranks.tell_all()
             self._ranks.results()
             self.end()
 
@@ -73,9 +78,11 @@ def in_group(world_size: int) -> Callable[[Callable[..., Any]], Any]:
 
 
 @contextlib.contextmanager
-def check_groups(*world_sizes: int) -> Iterator[dict[int, CheckGroup]]:
+def check_groups(
+    *world_sizes: int, limit_s: float = 120, **options: Any
+) -> Iterator[dict[int, CheckGroup]]:
     """A group of each size, whose ranks start with its first check."""
-    made = {world_size: CheckGroup(world_size) for world_size in world_sizes}
+    made = {size: CheckGroup(size, limit_s, options) for size in world_sizes}
     yield made
     for group in made.values():
         group.finish()

@@ -83,7 +83,12 @@ OPTIMIZERS = {
 }
 
 
-def check_same_as_ddp(rank: Rank, wire: torch.dtype, optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("wire", HOOKS, ids=name_of)
+@in_group(3)
+def test_training_has_the_bits_of_ddp_with_the_same_wire(
+    rank: Rank, wire: torch.dtype, optimizer: str
+) -> None:
     make_optimizer = OPTIMIZERS[optimizer]
     ddp = DistributedDataParallel(make_model())
     ddp.register_comm_hook(None, HOOKS[wire])
@@ -97,15 +102,6 @@ def check_same_as_ddp(rank: Rank, wire: torch.dtype, optimizer: str) -> None:
         losses = train(model, make_optimizer(model.parameters()), rank.rank)  # type: ignore
         assert losses == expected
         assert_same_parameters(model, ddp)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("wire", HOOKS, ids=name_of)
-def test_training_has_the_bits_of_ddp_with_the_same_wire(
-    groups: dict[int, CheckGroup], wire: torch.dtype, optimizer: str, world_size: int
-) -> None:
-    groups[world_size].run(check_same_as_ddp, wire, optimizer)
 
 
 def average_in_wire(gradients: list[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
@@ -245,7 +241,8 @@ def test_training_in_float32_equals_gloo(rank: Rank) -> None:
     assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
 
 
-def check_hybrid(rank: Rank) -> None:
+@in_group(4)
+def test_hybrid_shard_rounds_once_in_each_dimension(rank: Rank) -> None:
     """Ranks 0 and 1 hold one replica and ranks 2 and 3 the other."""
     wire = torch.bfloat16
     options = rota.BackendOptions(wire_dtype=wire)
@@ -267,10 +264,6 @@ def check_hybrid(rank: Rank) -> None:
 
     expected = train_reference(rank.world_size, average, copy.deepcopy)
     assert_same_parameters(model, expected)  # type: ignore[arg-type]
-
-
-def test_hybrid_shard_rounds_once_in_each_dimension(groups: dict[int, CheckGroup]) -> None:
-    groups[4].run(check_hybrid)
 
 
 # ---- errors --------------------------------------------------------------------------------------

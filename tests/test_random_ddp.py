@@ -11,6 +11,7 @@ refuses on Gloo is left out. Gradients are small integers, so they have the same
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -30,8 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import rota
+from check_groups import CheckGroup, check_groups
 from models import SMALL_BUCKETS_MB, TINY_BUCKETS_MB
-from ranks import Rank, Ranks
+from ranks import Rank
 
 USUAL_CASES = 150
 NUM_CASES = int(os.environ.get("ROTA_PROPERTY_CASES", USUAL_CASES))
@@ -406,27 +408,37 @@ def differences(expected: dict[str, Any], got: dict[str, Any], tolerance: float)
 # ---- the ranks
 
 
-def serve_cases(rank: Rank) -> None:
-    """Trains the cases that it receives, until the test is over."""
+@functools.cache
+def groups_of(rank: Rank) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Over Gloo and over rota."""
     warnings.simplefilter("ignore")
     torch.set_printoptions(threshold=20)
-    rank.init("gloo", timeout_s=TIMEOUT_S)
-    gloo = dist.group.WORLD
-    over_rota = dist.new_group(backend="rota", timeout=timedelta(seconds=TIMEOUT_S))
-    while (case := rank.hear()) is not None:
-        expected: list[dict[str, Any]] = []
-        rank.tell(error_of_training(case, rank.rank, gloo, False, expected))
-        if rank.hear():
-            continue
-        got: list[dict[str, Any]] = []
-        group = gloo if case.on_gloo else over_rota
-        error = error_of_training(case, rank.rank, group, True, got)
-        lines = [
-            f"step {number}: {line}"
-            for number, (a, b) in enumerate(zip(expected, got, strict=False))
-            for line in differences(a, b, case.tolerance)
-        ]
-        rank.tell("\n".join([*lines, error]))
+    assert dist.group.WORLD is not None
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return dist.group.WORLD, dist.new_group(backend="rota", timeout=timeout)
+
+
+EXPECTED: list[dict[str, Any]] = []  # by step; of a rank, between the two sides
+
+
+def train_with_torch(rank: Rank, case: Case) -> str:
+    """Returns the error, if any."""
+    gloo, _ = groups_of(rank)
+    EXPECTED.clear()
+    return error_of_training(case, rank.rank, gloo, False, EXPECTED)
+
+
+def train_with_rota(rank: Rank, case: Case) -> None:
+    gloo, over_rota = groups_of(rank)
+    got: list[dict[str, Any]] = []
+    error = error_of_training(case, rank.rank, gloo if case.on_gloo else over_rota, True, got)
+    lines = [
+        f"step {number}: {line}"
+        for number, (a, b) in enumerate(zip(EXPECTED, got, strict=False))
+        for line in differences(a, b, case.tolerance)
+    ]
+    if lines or error:
+        raise AssertionError("\n".join([str(case), *lines, error]))
 
 
 def error_of_training(
@@ -442,48 +454,11 @@ def error_of_training(
     return ""
 
 
-class Servers:
-    """Ranks of each world size, new ones after a case that may have left a group unusable."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, Ranks] = {}
-
-    def findings(self, case: Case) -> list[str] | None:
-        """What each rank found; None if torch refuses the case."""
-        size = case.world_size
-        if size not in self._ranks:
-            self._ranks[size] = Ranks(size, serve_cases, timeout_s=120 + NUM_CASES)
-        ranks = self._ranks[size]
-        self._tell(ranks, case)
-        refusals = [ranks.hear(rank) for rank in range(size)]
-        self._tell(ranks, any(refusals))
-        if any(refusals):
-            event("refused by torch")
-            self._end(size)
-            return None
-        findings = [ranks.hear(rank) for rank in range(size)]
-        if any(findings):
-            self._end(size)
-        return findings
-
-    def _tell(self, ranks: Ranks, note: object) -> None:
-        for rank in range(len(ranks._pipes)):
-            ranks.tell(rank, note)
-
-    def _end(self, size: int) -> None:
-        self._ranks.pop(size).__exit__()
-
-    def close(self) -> None:
-        for size in list(self._ranks):
-            self._tell(self._ranks[size], None)
-            self._ranks[size].results()
-            self._end(size)
-
-
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with contextlib.closing(Servers()) as servers:
-        yield servers
+def groups() -> Iterator[dict[int, CheckGroup]]:
+    limit_s = 120 + NUM_CASES
+    with check_groups(*WORLD_SIZES, limit_s=limit_s, backend="gloo", timeout_s=TIMEOUT_S) as made:
+        yield made
 
 
 @given(case=cases())
@@ -494,6 +469,10 @@ def servers() -> Iterator[Servers]:
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-def test_ddp_trains_as_torch_over_gloo(servers: Servers, case: Case) -> None:
-    for rank, text in enumerate(servers.findings(case) or []):
-        assert not text, f"rank {rank} of {case.world_size}, {case}\n{text}"
+def test_ddp_trains_as_torch_over_gloo(groups: dict[int, CheckGroup], case: Case) -> None:
+    group = groups[case.world_size]
+    if any(group.run(train_with_torch, case)):
+        event("refused by torch")
+        group.end()  # which it may have left unusable
+    else:
+        group.run(train_with_rota, case)

@@ -6,19 +6,22 @@ runs 10,000 new ones.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import rota
 from bucket_oracle import BUCKET_DTYPES, FORMATS, Format, reduce_bucket, stats_of
+from check_groups import CheckGroup, check_groups
 from oracle import CANONICAL_ALGORITHMS, assert_same
-from ranks import Rank, Ranks
+from ranks import Rank
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -86,36 +89,43 @@ cases = st.builds(
 )
 
 
-def serve_cases(rank: Rank) -> None:
-    """Reduces the cases that it receives until the test is over."""
-    communicators = [rank.communicator(slot_bytes=slot_bytes) for slot_bytes in SLOT_BYTES]
-    while (case := rank.hear()) is not None:
-        bucket = case.bucket(rank.rank)
-        stats = torch.full((2,), -1.0, dtype=torch.float64)
-        communicators[case.slot].reduce_bucket(
-            bucket,
-            stats,
-            wire_dtype=case.wire.dtype,
-            block_scaling=case.wire.block_scaling,
-            contribution_factor=case.contribution_factor,
-            divisor=case.divisor,
-            result_factor=case.result_factor,
-            algorithm=case.algorithm,
-        )
-        rank.tell((bucket.contiguous(), stats.tolist()))
+@functools.cache
+def communicators(rank: Rank) -> list[rota.Communicator]:
+    return [rank.communicator(slot_bytes=slot_bytes) for slot_bytes in SLOT_BYTES]
+
+
+def check_case(rank: Rank, case: Case) -> None:
+    communicator = communicators(rank)[case.slot]
+    buckets = [case.bucket(peer) for peer in range(rank.world_size)]
+    stats = torch.full((2,), -1.0, dtype=torch.float64)
+    factors = {
+        "contribution_factor": case.contribution_factor,
+        "divisor": case.divisor,
+        "result_factor": case.result_factor,
+    }
+    communicator.reduce_bucket(
+        bucket := case.bucket(rank.rank),
+        stats,
+        wire_dtype=case.wire.dtype,
+        block_scaling=case.wire.block_scaling,
+        algorithm=case.algorithm,
+        **factors,
+    )
+    expected = reduce_bucket([other.contiguous() for other in buckets], case.wire, **factors)
+    assert_same(bucket.contiguous(), expected, str(case))
+    communicator.all_gather(of_ranks := stats.new_empty(rank.world_size, 2), stats)
+    assert len(set(map(str, of_ranks.tolist()))) == 1, "stats differ between ranks"
+    num_non_finite, squares = stats_of(expected)
+    assert stats[0] == num_non_finite
+    if num_non_finite == 0:
+        # float64 sums in another order; either side may lose values below float64's range
+        assert math.isclose(stats[1], squares, rel_tol=1e-12, abs_tol=1e-300)
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, Any]]:
-    """One group of each size, whose ranks live as long as this module."""
-    groups = {
-        size: Ranks(size, serve_cases, timeout_s=60 + NUM_CASES * 0.5) for size in WORLD_SIZES
-    }
-    yield groups
-    for size, ranks in groups.items():
-        with ranks:
-            for rank in range(size):
-                ranks.tell(rank, None)
+def groups() -> Iterator[dict[int, CheckGroup]]:
+    with check_groups(*WORLD_SIZES, limit_s=60 + NUM_CASES * 0.5) as made:
+        yield made
 
 
 @given(case=cases, world_size=st.sampled_from(WORLD_SIZES))
@@ -126,24 +136,6 @@ def groups() -> Iterator[dict[int, Any]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_reduce_bucket_of_any_case_follows_oracle(
-    groups: dict[int, Ranks], case: Case, world_size: int
+    groups: dict[int, CheckGroup], case: Case, world_size: int
 ) -> None:
-    ranks = groups[world_size]
-    for rank in range(world_size):
-        ranks.tell(rank, case)
-    results = [ranks.hear(rank) for rank in range(world_size)]
-    expected = reduce_bucket(
-        [case.bucket(rank).contiguous() for rank in range(world_size)],
-        case.wire,
-        contribution_factor=case.contribution_factor,
-        divisor=case.divisor,
-        result_factor=case.result_factor,
-    )
-    num_non_finite, squares = stats_of(expected)
-    for got, stats in results:
-        assert_same(got, expected, str(case))
-        assert repr(stats) == repr(results[0][1])  # NaN differs from itself
-        assert stats[0] == num_non_finite
-        if num_non_finite == 0:
-            # float64 sums in another order; either side may lose values below float64's range
-            assert math.isclose(stats[1], squares, rel_tol=1e-12, abs_tol=1e-300)
+    groups[world_size].run(check_case, case)
