@@ -86,14 +86,9 @@ def test_includes_of_file_point_down(path: str) -> None:
 
 EXAMPLE_FILES = [
     "base/flag.h",
-    "schedule/ring.h",
     "transport/t.h",
-    "cpu/exchange.h",
-    "cuda/k.h",
     "core/c.h",
-    "hosts/bridge.h",
     "tensor/work.h",
-    "c10d/backend.h",
     "bindings.cpp",
 ]
 
@@ -101,15 +96,9 @@ EXAMPLE_FILES = [
 @pytest.mark.parametrize(
     ("path", "text", "expected"),
     [
-        ("base/a.h", '#pragma once\n#include "schedule/ring.h"\n', "base must not know schedule"),
         ("schedule/a.h", '#pragma once\n#include "transport/t.h"\n', "must not know transport"),
-        ("transport/a.cpp", '#include "cpu/exchange.h"\n', "transport must not know cpu"),
         ("cpu/a.cpp", '  #  include "core/c.h"\n', "cpu must not know core"),
-        ("cpu/a.cpp", '#include "cuda/k.h"\n', "cpu must not know cuda"),
-        ("core/a.cpp", '#include "hosts/bridge.h"\n', "core must not know hosts"),
         ("hosts/a.cpp", '#include "tensor/work.h"\n', "hosts must not know tensor"),
-        ("hosts/a.cpp", "#include <ATen/ATen.h>\n", "torch stops in tensor/"),
-        ("tensor/a.cpp", '#include "c10d/backend.h"\n', "tensor must not know c10d"),
         ("c10d/a.cpp", '#include "bindings.cpp"\n', "c10d must not know bindings"),
         ("core/a.cpp", "#include <torch/csrc/utils/pybind.h>\n", "torch stops in tensor/"),
         ("core/a.cpp", "#include <ATen/ATen.h>\n", "torch stops in tensor/"),

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import rota
 from ranks import Rank, check_error, error_of, on_ranks
@@ -122,33 +121,3 @@ def test_mismatch_of_group_size_names_it(rank: Rank) -> None:
     check_error(
         error, "Mismatch", "rank 1 called all_reduce(sum, float32[8], one_shot, groups of 2)"
     )
-
-
-@on_ranks(2)
-def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank) -> None:
-    rank.init()
-    tensor = torch.ones(8 + rank.rank)
-    errors = [error_of(lambda: dist.all_reduce(tensor))]
-    work = dist.all_reduce(tensor, async_op=True)
-    errors.append(error_of(work.wait))
-    errors.append(error_of(work.get_future().wait))
-    good = torch.ones(3)
-    behind = dist.all_reduce(good, async_op=True)
-    errors.append(error_of(lambda: dist.broadcast(tensor, rank.rank)))
-    behind.wait()
-    for error in errors:
-        check_error(error, "Mismatch", "rank 0 called", "rank 1 called")
-    assert good.tolist() == [2.0, 2.0, 2.0]
-
-
-@on_ranks(2)
-def test_backend_mismatch_inside_coalesced_call_ends_it_on_every_rank(rank: Rank) -> None:
-    """The first tensor agrees, the second does not: the first is reduced, the others stay."""
-    rank.init()
-    tensors = [torch.ones(4), torch.ones(5 + rank.rank), torch.ones(6)]
-    error = error_of(lambda: dist.all_reduce_coalesced(tensors))
-    again = torch.ones(2)
-    dist.all_reduce(again)
-    check_error(error, "Mismatch")
-    assert [float(tensor[0]) for tensor in tensors] == [2.0, 1.0, 1.0]
-    assert again.tolist() == [2.0, 2.0]

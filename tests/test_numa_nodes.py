@@ -175,35 +175,42 @@ def test_mismatch_names_the_nodes(rank: Rank) -> None:
     check_error(error, "Mismatch", "two_level, nodes of 2, groups of 2", "two_shot, groups of 2")
 
 
-def refusals(rank: Rank, layout: Layout, orders: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def refusal(rank: Rank, layout: Layout, order: dict[str, Any]) -> tuple[str, str]:
     layout.enter(rank)
     communicator = rank.communicator()
     tensor = torch.ones(8)
-    errors = [
-        error_of(lambda order=order: communicator.all_reduce(tensor, "sum", "two_level", **order))
-        for order in orders
-    ]
+    error = error_of(lambda: communicator.all_reduce(tensor, "sum", "two_level", **order))
     assert torch.equal(tensor, torch.ones(8))
     communicator.all_reduce(tensor)  # the group is usable
-    return errors
+    return error
 
 
-def test_two_level_in_an_order_without_the_nodes_is_refused() -> None:
-    orders: list[dict[str, Any]] = [{}, {"group_size": 4}]
-    for plain, groups in run_ranks(8, refusals, Layout("aabbccdd"), orders):
-        assert plain[0] == groups[0] == "ValueError"
-        assert "first adds the 2 ranks of each NUMA node, not all ranks one after" in plain[1]
-        assert "pass group_size=2 or order='tree', or use 'two_shot'" in plain[1]
-        assert "not groups of 4; pass group_size=2" in groups[1]
-    for ((error, text),) in run_ranks(6, refusals, Layout("aabbcc"), [{"order": "tree"}]):
-        assert error == "ValueError"
-        assert "which are no subtree of order='tree'; pass group_size=2, or" in text
-
-
-def test_two_level_without_nodes_is_refused() -> None:
-    for ((error, text),) in run_ranks(2, refusals, Layout("aa"), [{"group_size": 2}]):
-        assert error == "ValueError"
-        assert "algorithm='two_level' needs" in text and "ROTA_NUMA_NODE" in text
+@pytest.mark.parametrize(
+    ("nodes", "order", "facts"),
+    [
+        (
+            "aabbccdd",
+            {},
+            [
+                "first adds the 2 ranks of each NUMA node, not all ranks one after",
+                "pass group_size=2 or order='tree', or use 'two_shot'",
+            ],
+        ),
+        ("aabbccdd", {"group_size": 4}, ["not groups of 4; pass group_size=2"]),
+        (
+            "aabbcc",
+            {"order": "tree"},
+            ["which are no subtree of order='tree'; pass group_size=2, or"],
+        ),
+        ("aa", {"group_size": 2}, ["algorithm='two_level' needs", "ROTA_NUMA_NODE"]),
+    ],
+    ids=str,
+)
+def test_two_level_in_an_order_without_the_nodes_is_refused(
+    nodes: str, order: dict[str, Any], facts: list[str]
+) -> None:
+    for error in run_ranks(len(nodes), refusal, Layout(nodes), order):
+        check_error(error, "ValueError", *facts)
 
 
 # ---- doctor

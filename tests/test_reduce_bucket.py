@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,9 @@ from bucket_oracle import (
     FORMATS,
     Format,
     error_bound,
-    reduce_bucket,
-    stats_of,
 )
 from oracle import CANONICAL_ALGORITHMS, assert_same, to_numpy
-from ranks import Rank, isas_of_this_cpu, on_ranks
+from ranks import Rank, on_ranks
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -55,21 +52,6 @@ def reduce_once(
         result, stats, wire_dtype=wire.dtype, block_scaling=wire.block_scaling, **options
     )
     return result, stats.tolist()
-
-
-@pytest.mark.parametrize("isa", isas_of_this_cpu())
-@on_ranks(2)
-def test_reduce_bucket_gives_same_bits_on_every_isa(rank: Rank, isa: str) -> None:
-    """test_reduce_bucket_properties.py has all other options."""
-    os.environ["ROTA_ISA"] = isa
-    comm = rank.communicator()
-    assert rota._C.isa() == isa
-    buckets = gradients(rank.world_size, 40_001)
-    for wire in FORMATS:
-        got, (num_non_finite, squares) = reduce_once(comm, buckets[rank.rank], wire, divisor=3.0)
-        expected = reduce_bucket(buckets, wire, divisor=3.0)
-        assert_same(got, expected, f"{isa} {wire}")
-        assert num_non_finite == stats_of(expected)[0] > 0 and not math.isfinite(squares)
 
 
 @on_ranks(3)

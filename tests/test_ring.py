@@ -8,9 +8,10 @@ import hashlib
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from oracle import FLOAT_DTYPES, assert_same, bits_of, contract, name_of, ops_of, random_inputs
-from ranks import Rank, on_ranks, run_ranks
+from ranks import Rank, on_ranks
 from rota import _C
 
 pytestmark = pytest.mark.same_in_every_build
@@ -36,9 +37,22 @@ def expected_ring(
     return result
 
 
-def check_ring(
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "wire_dtype", "hop_dtype"),
+    [
+        *((size, dtype, None, None) for size in (2, 3, 5) for dtype in FLOAT_DTYPES),
+        (3, torch.float32, torch.float16, None),
+        (3, torch.float32, torch.float16, torch.float32),
+        (3, torch.float32, torch.float16, torch.float16),
+        (3, torch.float64, torch.bfloat16, torch.bfloat16),
+        (3, torch.bfloat16, None, torch.bfloat16),
+        (3, torch.float16, None, torch.float16),
+    ],
+)
+@on_ranks()
+def test_ring_starts_each_shard_at_its_own_rank_and_rounds_where_it_is_told(
     rank: Rank, dtype: torch.dtype, wire_dtype: torch.dtype | None, hop_dtype: torch.dtype | None
-) -> str:
+) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
     wire = wire_dtype or dtype
     hop = hop_dtype or (torch.float32 if wire.itemsize == 2 else wire)
@@ -54,34 +68,7 @@ def check_ring(
             expected = expected_ring(inputs, op, wire_dtype, hop)
             assert_same(tensor, expected, f"{op} size {size}")
             digest.update(bits_of(tensor).numpy().tobytes())
-    return digest.hexdigest()
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=name_of)
-@pytest.mark.parametrize("world_size", [2, 3, 5], ids="ws{}".format)
-def test_ring_random_inputs_start_each_shard_at_its_own_rank(
-    world_size: int, dtype: torch.dtype
-) -> None:
-    digests = run_ranks(world_size, check_ring, dtype, None, None)
-    assert len(set(digests)) == 1, "ranks got different bits"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wire_dtype", "hop_dtype"),
-    [
-        (torch.float32, torch.float16, None),
-        (torch.float32, torch.float16, torch.float32),
-        (torch.float32, torch.float16, torch.float16),
-        (torch.float64, torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, None, torch.bfloat16),
-        (torch.float16, None, torch.float16),
-    ],
-    ids=lambda dtype: "none" if dtype is None else name_of(dtype),
-)
-def test_ring_wire_and_hop_dtype_round_where_they_say(
-    dtype: torch.dtype, wire_dtype: torch.dtype | None, hop_dtype: torch.dtype | None
-) -> None:
-    digests = run_ranks(3, check_ring, dtype, wire_dtype, hop_dtype)
+    dist.all_gather_object(digests := [""] * rank.world_size, digest.hexdigest())
     assert len(set(digests)) == 1, "ranks got different bits"
 
 

@@ -22,7 +22,7 @@ from oracle import (
     ops_of,
     random_inputs,
 )
-from ranks import Rank, check_error, error_of, isas_of_this_cpu, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota._C import schedule
 
 pytestmark = pytest.mark.same_in_every_build
@@ -89,35 +89,6 @@ def check_all_reduce(rank: Rank, order: Order, dtype: torch.dtype) -> None:
 @each_order
 def test_all_reduce_adds_in_order(order: Order, dtype: torch.dtype) -> None:
     run_ranks(order.world_size, check_all_reduce, order, dtype)
-
-
-def check_every_pair(rank: Rank) -> None:
-    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    cases = [(dtype, random_inputs(rank.world_size, LENGTHS[1], dtype)) for dtype in dtypes]
-    for slot_bytes in (SLOT_BYTES, 16 * SLOT_BYTES, None):  # 5 to 20 rounds, up to 2, one
-        communicator = rank.communicator(slot_bytes=slot_bytes)
-        for (dtype, inputs), op in itertools.product(cases, ("sum", "avg", "max")):
-            expected = contract(inputs, op, order="tree")
-            for algorithm in ("one_shot", "two_shot", "auto"):
-                tensor = inputs[rank.rank].clone()
-                communicator.all_reduce(tensor, op, algorithm, order="tree")
-                case = f"{rota._C.isa()} {slot_bytes} {algorithm} {op} {name_of(dtype)}"
-                assert_same(tensor, expected, case)
-            length = LENGTHS[1] // rank.world_size
-            part = torch.empty(length, dtype=dtype)
-            whole = inputs[rank.rank][: length * rank.world_size].clone()
-            communicator.reduce_scatter(part, whole, op, order="tree")
-            own = expected[rank.rank * length : (rank.rank + 1) * length]
-            assert_same(part, own, f"reduce_scatter {slot_bytes} {op} {name_of(dtype)}")
-
-
-# tests/gpu compares kernels with the same results, for their algorithms, slots and channels.
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-@pytest.mark.parametrize("world_size", [5, 8], ids="ws{}".format)
-def test_tree_has_the_same_bits_for_every_algorithm_slot_and_isa(world_size: int, isa: str) -> None:
-    if isa not in isas_of_this_cpu():
-        pytest.skip(f"this CPU has no {isa}")
-    run_ranks(world_size, check_every_pair, env={"ROTA_ISA": isa})
 
 
 def check_bucket(rank: Rank, order: Order) -> None:

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import Rank, on_ranks, run_ranks
+from ranks import Rank, on_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -56,23 +56,6 @@ def test_split_has_the_least_time_of_the_slowest_rank(speeds: list[int], extra: 
     every = list(splits_of(num_micro_batches, len(speeds)))
     assert split in every
     assert slowest(split, speeds) == min(slowest(other, speeds) for other in every)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "num_micro_batches", "split"),
-    [
-        ([3.0, 1.0], 16, [12, 4]),
-        ([1.0, 3.0], 16, [4, 12]),
-        ([1.0, 1.0, 1.0], 16, [6, 5, 5]),
-        ([100.0, 1.0, 1.0], 8, [6, 1, 1]),
-        ([1e-9, 1e9], 2, [1, 1]),
-        ([5.0], 4, [4]),
-    ],
-)
-def test_split_follows_the_speeds(
-    speeds: list[float], num_micro_batches: int, split: list[int]
-) -> None:
-    assert balance.split_by_speed(speeds, num_micro_batches) == split
 
 
 @pytest.mark.parametrize(
@@ -133,7 +116,11 @@ def sum_in_tree(terms: list[torch.Tensor]) -> torch.Tensor:
     return sum_in_tree(terms[:half]) + sum_in_tree(terms[half:])
 
 
-def reduce_every_split(rank: Rank, num_micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches"), [(1, 1), (2, 2), (2, 16), (3, 8), (4, 4)]
+)
+@on_ranks()
+def test_mean_has_the_bits_of_the_tree_for_every_split(rank: Rank, num_micro_batches: int) -> None:
     comm = rank.communicator()
     model = torch.nn.Linear(10, 10)  # 110 elements, which 3 ranks cannot share evenly
     terms = [gradient(micro_batch, 110) for micro_batch in range(num_micro_batches)]
@@ -148,15 +135,6 @@ def reduce_every_split(rank: Rank, num_micro_batches: int) -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
         mean.reduce(split)
         assert torch.equal(torch.cat(balance.gradients_of(list(model.parameters()))), expected)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_micro_batches"), [(1, 1), (2, 2), (2, 16), (3, 8), (4, 4)]
-)
-def test_mean_has_the_bits_of_the_tree_for_every_split(
-    num_ranks: int, num_micro_batches: int
-) -> None:
-    run_ranks(num_ranks, reduce_every_split, num_micro_batches)
 
 
 # ---------------------------------------------------------------------------------------------
