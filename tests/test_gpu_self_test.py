@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,18 +116,21 @@ def passed(processes: SimulatedProcesses, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(
     ("damage", "env"),
     [
-        ("none", {"SIMULATED_GPU_DRIVER_VERSION": "13030"}),
-        ("none", {"ROTA_GPU_SELF_TEST": "always"}),
-        ("build", {}),
-        ("cut", {}),
-        ("empty", {}),
-        ("binary", {}),
-        ("unreadable", {}),
+        pytest.param(str, {"SIMULATED_GPU_DRIVER_VERSION": "13030"}, id="new-driver"),
+        pytest.param(str, {"ROTA_GPU_SELF_TEST": "always"}, id="always"),
+        pytest.param(
+            lambda text: text.replace(f"build {_C.build_id()}", "build " + 40 * "0"),
+            {},
+            id="new-build",
+        ),
+        pytest.param(lambda text: text[:-3], {}, id="cut"),
+        pytest.param(lambda text: "", {}, id="empty"),
+        pytest.param(lambda text: "".join(map(chr, range(256))), {}, id="binary"),
+        pytest.param(None, {}, id="unreadable"),
     ],
-    ids=["new-driver", "always", "new-build", "cut", "empty", "binary", "unreadable"],
 )
 def test_self_test_runs_again_when_the_record_does_not_hold(
-    damage: str,
+    damage: Callable[[str], str] | None,
     env: dict[str, str],
     processes: SimulatedProcesses,
     passed: Path,
@@ -136,15 +140,9 @@ def test_self_test_runs_again_when_the_record_does_not_hold(
     cache.mkdir()
     record = Path(shutil.copy(passed, cache))
     whole = record.read_text()
-    if damage == "build":
-        record.write_text(whole.replace(f"build {_C.build_id()}", "build " + 40 * "0"))
-    elif damage == "cut":
-        record.write_text(whole[:-3])
-    elif damage == "empty":
-        record.write_text("")
-    elif damage == "binary":
-        record.write_bytes(bytes(range(256)))
-    elif damage == "unreadable":
+    if damage is not None:
+        record.write_text(damage(whole), encoding="latin-1")
+    else:
         record.unlink()
         record.mkdir()
     outcomes = run_ranks(
@@ -153,7 +151,7 @@ def test_self_test_runs_again_when_the_record_does_not_hold(
     for outcome in outcomes:
         assert outcome.value == "the host's memory"
         assert outcome.stderr.count("rota: self-test of simulated GPU") == 1, outcome.stderr
-    if damage != "unreadable":
+    if damage is not None:
         assert "two_shot" not in whole
         assert "failed" in record.read_text().splitlines()[4]
 

@@ -17,7 +17,6 @@ from on_gpu import DEVICE, MAX_LOW_LATENCY_BYTES, WAIT_S, Guarded, connect, on_r
 from oracle import (
     DTYPES,
     assert_same,
-    exact,
     exact_inputs,
     name_of,
     ops_of,
@@ -300,62 +299,44 @@ def test_cuda_error_feedback_and_stochastic_rounding_give_the_bits_of_the_cpu(ra
 # ---- backend
 
 
+def results_of_backend(rank: Rank, source: torch.Tensor, device: Any) -> dict[str, torch.Tensor]:
+    world_size, own = rank.world_size, rank.rank
+    names = ("all_reduce", "all_reduce, async", "broadcast", "reduce", "recv")
+    results = {name: source.to(device, copy=True) for name in names}
+    given = source.to(device)
+    exchanged, shard = torch.zeros(6 * world_size).to(device), torch.zeros(6).to(device)
+    gathered = torch.zeros(6 * world_size * world_size).to(device)
+    uneven = [torch.zeros(2 * peer + 1).to(device) for peer in range(world_size)]
+    dist.all_reduce(results["all_reduce"])
+    for work in (
+        dist.all_reduce(results["all_reduce, async"], async_op=True),
+        dist.all_to_all_single(exchanged, given, async_op=True),
+    ):
+        assert work is not None
+        work.wait()
+    dist.broadcast(results["broadcast"], world_size - 1)
+    dist.all_gather_into_tensor(gathered, given)
+    dist.reduce_scatter_tensor(shard, given)
+    dist.all_gather(uneven, given[: 2 * own + 1])
+    dist.reduce(results["reduce"], world_size - 1)
+    if own != world_size - 1:
+        del results["reduce"]
+    if own == 0 and world_size > 1:
+        dist.send(results["recv"], 1)
+    elif own == 1:
+        dist.recv(results["recv"], 0)
+    others = {"all_gather, other lengths": torch.cat([part.cpu() for part in uneven])}
+    others |= {"all_to_all_single": exchanged, "all_gather": gathered, "reduce_scatter": shard}
+    return results | others
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 @on_ranks()
 def test_backend_rota_takes_cuda_and_cpu_tensors(rank: Rank) -> None:
     torch.cuda.set_device(DEVICE)
     rank.init("rota", timeout_s=WAIT_S)
-    world_size, own = rank.world_size, rank.rank
-    inputs = exact_inputs(world_size, 6 * world_size, torch.float32)
-    total = exact(inputs, "sum")
-
-    tensor = inputs[own].to(DEVICE)
-    dist.all_reduce(tensor)
-    assert_same(tensor.cpu(), total, "all_reduce")
-    tensor = inputs[own].to(DEVICE)
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
-    work.wait()
-    assert_same(tensor.cpu(), total, "all_reduce, async")
-
-    tensor = inputs[own].to(DEVICE)
-    dist.broadcast(tensor, world_size - 1)
-    assert_same(tensor.cpu(), inputs[-1], "broadcast")
-
-    gathered = torch.zeros(6 * world_size * world_size).to(DEVICE)
-    dist.all_gather_into_tensor(gathered, inputs[own].to(DEVICE))
-    assert_same(gathered.cpu(), torch.cat(inputs), "all_gather_into_tensor")
-
-    shard = torch.zeros(6).to(DEVICE)
-    dist.reduce_scatter_tensor(shard, inputs[own].to(DEVICE))
-    assert_same(shard.cpu(), total[6 * own : 6 * own + 6], "reduce_scatter_tensor")
-
-    summed = inputs[own].to(DEVICE)
-    dist.reduce(summed, world_size - 1)
-    if own == world_size - 1:
-        assert_same(summed.cpu(), total, "reduce")
-
-    part = inputs[own][: 2 * own + 1].to(DEVICE)
-    uneven = [torch.zeros(2 * peer + 1).to(DEVICE) for peer in range(world_size)]
-    dist.all_gather(uneven, part)
-    for peer, received in enumerate(uneven):
-        assert_same(received.cpu(), inputs[peer][: 2 * peer + 1], "all_gather, other lengths")
-
-    exchanged = torch.zeros(6 * world_size).to(DEVICE)
-    work = dist.all_to_all_single(exchanged, inputs[own].to(DEVICE), async_op=True)
-    assert work is not None
-    work.wait()
-    mine = torch.cat([source[6 * own : 6 * own + 6] for source in inputs])
-    assert_same(exchanged.cpu(), mine, "all_to_all_single, async")
-
-    if world_size > 1:
-        tensor = inputs[own].to(DEVICE)
-        if own == 0:
-            dist.send(tensor, 1)
-        elif own == 1:
-            dist.recv(tensor, 0)
-            assert_same(tensor.cpu(), inputs[0], "recv")
-    on_cpu = inputs[own].clone()
-    dist.all_reduce(on_cpu)
-    assert_same(on_cpu, total, "all_reduce of CPU tensors")
+    source = exact_inputs(rank.world_size, 6 * rank.world_size, torch.float32)[rank.rank]
+    on_gpu, on_cpu = (results_of_backend(rank, source, device) for device in (DEVICE, "cpu"))
+    for what, result in on_gpu.items():
+        assert_same(result.cpu(), on_cpu[what], what)
     dist.barrier()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from on_gpu import DEVICE, LIMIT_S, WAIT_S, capture, connect, on_ranks, run_ranks
+from on_gpu import DEVICE, LIMIT_S, WAIT_S, capture, connect, on_ranks
 from oracle import assert_same, exact, exact_inputs
 from ranks import Rank, Ranks, check_error, error_of
 
@@ -55,39 +55,34 @@ def test_cuda_peer_killed_during_all_reduce_raises_peer_failed(algorithm: str) -
         check_error(error, "PeerFailed")
 
 
-def wait_for_late_rank(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_cuda_late_rank_is_a_timeout_that_names_it(rank: Rank) -> None:
     # Joining must fit in this timeout too, and there ranks start CUDA one after the other.
     comm = connect(rank, timeout_s=3.0)
     tensor = torch.zeros(2000).to(DEVICE)
     comm.all_reduce(tensor)
     torch.cuda.synchronize()
     if rank.rank == 1:
-        rank.hear()
-        return []
-    errors = [until_error(lambda: comm.all_reduce(tensor)), error_of(comm.barrier)]
-    rank.tell()
-    return errors
+        rank.await_word()
+        return
+    first, later = until_error(lambda: comm.all_reduce(tensor)), error_of(comm.barrier)
+    rank.say()
+    check_error(first, "Timeout", "rank 1", "rank 0/2")
+    check_error(later, "Timeout")
 
 
-def test_cuda_late_rank_is_a_timeout_that_names_it() -> None:
-    with Ranks(2, wait_for_late_rank, timeout_s=LIMIT_S) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        (error, text), (later_error, later_text) = ranks.results()[0]
-    assert error == "Timeout", text
-    assert "rank 1" in text and "rank 0/2" in text
-    assert later_error == "Timeout", later_text
-
-
-def queue_in_vain(rank: Rank) -> tuple[str, str]:
+@pytest.mark.order
+@on_ranks(2)
+def test_cuda_results_of_what_has_failed_are_nan_and_checked(rank: Rank) -> None:
     """Rank 1 takes no part in what rank 0 queues."""
     comm = connect(rank, timeout_s=3.0)
     comm.all_reduce(torch.zeros(2000).to(DEVICE))
     torch.cuda.synchronize()
     comm.check_results()
     if rank.rank == 1:
-        rank.hear()
-        return error_of(comm.check_results)  # of a dead group, but what was queued has ended well
+        rank.await_word()
+        comm.check_results()  # of a dead group, but what was queued has ended well
+        return
     sizes = {"low_latency": 300, "two_shot": 3001, "ring": 3001}
     summed = {algorithm: torch.ones(size).to(DEVICE) for algorithm, size in sizes.items()}
     halves, counts = torch.ones(3001).half().to(DEVICE), torch.arange(3001).to(DEVICE)
@@ -101,26 +96,14 @@ def queue_in_vain(rank: Rank) -> tuple[str, str]:
     comm.broadcast(received, 1)
     comm.reduce_bucket(bucket, stats, wire_dtype=torch.float8_e4m3fn, block_scaling=True)
     torch.cuda.synchronize()
-    for tensor in (*summed.values(), halves, received, bucket):
+    error = error_of(comm.check_results)
+    rank.say()
+    for tensor in (*summed.values(), halves, received, bucket, gathered):
         assert tensor.cpu().isnan().all()
-    assert gathered.cpu().isnan().all()
     assert_same(counts.cpu(), torch.arange(3001), "integers have no NaN")
     num_non_finite, squares = stats.cpu().tolist()
     assert num_non_finite == 3001 and squares != squares
-    error = error_of(comm.check_results)
-    rank.tell()
-    return error
-
-
-@pytest.mark.order
-def test_cuda_results_of_what_has_failed_are_nan_and_checked() -> None:
-    with Ranks(2, queue_in_vain, timeout_s=LIMIT_S) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        (error, text), of_other = ranks.results()
-    assert error == "Timeout", text
-    assert "rank 0" in text and "rank 1" in text
-    assert of_other[0] == "nothing"
+    check_error(error, "Timeout", "rank 0", "rank 1")
 
 
 @pytest.mark.order
@@ -283,11 +266,8 @@ def test_cuda_bad_arguments_are_refused_before_anything_moves(rank: Rank) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_cuda_tensor_of_another_gpu_is_refused() -> None:
-    run_ranks(2, use_other_gpu)
-
-
-def use_other_gpu(rank: Rank) -> None:
+@on_ranks(2)
+def test_cuda_tensor_of_another_gpu_is_refused(rank: Rank) -> None:
     comm = connect(rank)
     error, text = error_of(lambda: comm.all_reduce(torch.zeros(8).to("cuda:1")))
     assert error in ("ValueError", "RotaError"), text
@@ -304,8 +284,7 @@ def test_cuda_communicator_that_is_dropped_ends_what_is_queued(rank: Rank) -> No
         time.sleep(2.0)
     comm.all_reduce(tensor)
     del comm
-    result = tensor.cpu().mean().item()
-    assert result == 4.0
+    assert tensor.cpu().mean().item() == 4.0
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rota
 from on_gpu import DEVICE, WAIT_S, capture, connect, on_ranks, run_ranks
 from oracle import assert_same, exact, exact_inputs, random_inputs
 from ranks import Rank
@@ -41,33 +40,28 @@ def test_cuda_all_reduce_is_ordered_with_the_current_stream(rank: Rank) -> None:
         assert_same(result, expected, mode)
 
 
-def replay_algorithm(rank: Rank, comm: rota.Communicator, algorithm: str) -> None:
-    size = 1500
-    tensor = torch.zeros(size).to(DEVICE)
-    comm.all_reduce(tensor, "sum", algorithm)
-
-    def twice() -> None:
-        comm.all_reduce(tensor, "sum", algorithm)
-        comm.all_reduce(tensor, "sum", algorithm)
-
-    graph = capture(twice)
-    for turn in range(4):
-        inputs = [source + turn for source in exact_inputs(rank.world_size, size, torch.float32)]
-        tensor.copy_(inputs[rank.rank])
-        graph.replay()
-        factor = rank.world_size
-        if turn % 2:  # outside of the graph, in between
-            comm.all_reduce(tensor, "sum", algorithm)
-            factor *= rank.world_size
-        assert_same(tensor.cpu(), exact(inputs, "sum") * factor, f"{algorithm}, replay {turn}")
-
-
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 @on_ranks()
 def test_cuda_all_reduce_replays_with_other_values(rank: Rank) -> None:
     comm = connect(rank)
+    tensor = torch.zeros(1500).to(DEVICE)
     for algorithm in ("auto", "low_latency", "two_shot"):
-        replay_algorithm(rank, comm, algorithm)
+
+        def reduce(algorithm: str = algorithm) -> None:
+            comm.all_reduce(tensor, "sum", algorithm)
+
+        reduce()
+        graph = capture(lambda reduce=reduce: (reduce(), reduce()))
+        for turn in range(4):
+            inputs = [one + turn for one in exact_inputs(rank.world_size, 1500, torch.float32)]
+            tensor.copy_(inputs[rank.rank])
+            graph.replay()
+            factor = rank.world_size
+            if turn % 2:  # outside of the graph, in between
+                reduce()
+                factor *= rank.world_size
+            expected = exact(inputs, "sum") * factor
+            assert_same(tensor.cpu(), expected, f"{algorithm}, replay {turn}")
 
 
 @on_ranks(2)

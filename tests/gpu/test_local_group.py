@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,20 @@ def known(
     return inputs, exact(inputs, op)
 
 
+def check_sum(
+    group: LocalGroup,
+    inputs: list[torch.Tensor],
+    expected: torch.Tensor,
+    op: str = "sum",
+    algorithm: str = "auto",
+    **order: Any,
+) -> None:
+    guarded = [Guarded(tensor) for tensor in inputs]
+    group.all_reduce([one.tensor for one in guarded], op, algorithm, **order)
+    case = f"{op} of {inputs[0].numel()} {name_of(inputs[0].dtype)} by {algorithm} {order}"
+    check_each(guarded, expected, case)
+
+
 def fits(algorithm: str, size: int, dtype: torch.dtype) -> bool:
     return algorithm != "low_latency" or size * dtype.itemsize <= MAX_LOW_LATENCY_BYTES
 
@@ -93,9 +108,7 @@ def test_local_all_reduce_every_size_and_op_equals_oracle(
         for size in sizes:
             if not fits(algorithm, size, dtype):
                 continue
-            guarded = [Guarded(tensor[:size]) for tensor in inputs]
-            group.all_reduce([one.tensor for one in guarded], op, algorithm)
-            check_each(guarded, expected[:size], f"{op} {algorithm} size {size}")
+            check_sum(group, [tensor[:size] for tensor in inputs], expected[:size], op, algorithm)
 
 
 @pytest.mark.parametrize("dtype", (*FLOAT_DTYPES, *FLOAT8_DTYPES), ids=name_of)
@@ -112,10 +125,7 @@ def test_local_all_reduce_random_inputs_follow_contract(
                 continue
             inputs = make(world_size, size, dtype)
             for op in ("sum", "avg"):
-                guarded = [Guarded(tensor) for tensor in inputs]
-                group.all_reduce([one.tensor for one in guarded], op, algorithm)
-                case = f"{op} {algorithm} size {size} {make.__name__}"
-                check_each(guarded, contract(inputs, op), case)
+                check_sum(group, inputs, contract(inputs, op), op, algorithm)
 
 
 @pytest.mark.parametrize("offset", [1, 3, 8])
@@ -139,11 +149,8 @@ def test_local_all_reduce_in_groups_sums_groups_first(
     for size in (1, 513, 66_001):
         inputs = random_inputs(4, size, dtype)
         for op in ("sum", "avg"):
-            guarded = [Guarded(tensor) for tensor in inputs]
-            tensors = [one.tensor for one in guarded]
-            group_of(4).all_reduce(tensors, op, algorithm, group_size=group_size)
             expected = contract(inputs, op, group_size=group_size)
-            check_each(guarded, expected, f"{op} {algorithm} size {size} groups of {group_size}")
+            check_sum(group_of(4), inputs, expected, op, algorithm, group_size=group_size)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +164,7 @@ def test_local_sums_in_a_tree_follow_contract(
     inputs = random_inputs(world_size, 22_001 * world_size, dtype)
     expected = contract(inputs, "sum", order="tree")
     for algorithm in ("auto", "one_shot", "two_shot"):
-        guarded = [Guarded(tensor) for tensor in inputs]
-        group.all_reduce([one.tensor for one in guarded], "sum", algorithm, order="tree")
-        check_each(guarded, expected, algorithm)
+        check_sum(group, inputs, expected, "sum", algorithm, order="tree")
     outputs = [Guarded(torch.zeros(22_001).to(dtype)) for _ in inputs]
     group.reduce_scatter(
         [one.tensor for one in outputs], [t.to(DEVICE) for t in inputs], "sum", order="tree"
@@ -177,9 +182,8 @@ def test_local_sums_in_a_tree_ignore_algorithm_slots_and_channels(
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         for algorithm in ("low_latency", "one_shot", "two_shot", "two_shot_in_place"):
             inputs = random_inputs(8, 501 if algorithm == "low_latency" else 20_003, dtype)
-            guarded = [Guarded(tensor) for tensor in inputs]
-            group.all_reduce([one.tensor for one in guarded], "avg", algorithm, order="tree")
-            check_each(guarded, contract(inputs, "avg", order="tree"), f"{algorithm} {dtype}")
+            expected = contract(inputs, "avg", order="tree")
+            check_sum(group, inputs, expected, "avg", algorithm, order="tree")
 
 
 def test_local_algorithm_that_adds_along_no_tree_refuses_one(group_of: GroupOf) -> None:
@@ -260,9 +264,7 @@ def test_local_group_any_tuning_gives_the_same_bits(fields: dict[str, int]) -> N
             if not fits(algorithm, size, torch.float32):
                 continue
             inputs = random_inputs(3, size, torch.float32)
-            guarded = [Guarded(tensor) for tensor in inputs]
-            group.all_reduce([one.tensor for one in guarded], "sum", algorithm)
-            check_each(guarded, contract(inputs, "sum"), f"{algorithm} size {size} {fields}")
+            check_sum(group, inputs, contract(inputs, "sum"), "sum", algorithm)
 
 
 def test_local_group_channels_are_the_arguments_else_the_tunings() -> None:
@@ -394,9 +396,7 @@ def test_local_group_may_rest_longer_than_its_timeout() -> None:
     group = LocalGroup(2, DEVICE, timeout=timedelta(seconds=1))
     inputs = exact_inputs(2, 1000, torch.float32)
     for _ in range(2):
-        guarded = [Guarded(tensor) for tensor in inputs]
-        group.all_reduce([one.tensor for one in guarded])
-        check_each(guarded, exact(inputs, "sum"), "before and after a rest")
+        check_sum(group, inputs, exact(inputs, "sum"))
         time.sleep(1.2)
 
 
@@ -428,9 +428,8 @@ def test_local_group_refuses_what_cannot_work(group_of: GroupOf) -> None:
         error, text = error_of(call)
         assert error in ("ValueError", "TypeError", "RotaError"), (what, error, text)
         assert "rota" in text, (what, text)
-    guarded = [Guarded(tensor) for tensor in exact_inputs(2, 100, torch.float32)]
-    group.all_reduce([one.tensor for one in guarded])
-    check_each(guarded, exact(exact_inputs(2, 100, torch.float32), "sum"), "after refusals")
+    inputs = exact_inputs(2, 100, torch.float32)
+    check_sum(group, inputs, exact(inputs, "sum"))
 
 
 @pytest.mark.parametrize("num_channels", [10_000, 0, -1])
