@@ -50,8 +50,7 @@ def test_communicators_in_two_threads_do_not_wait_for_each_other(rank: Rank) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    result = [tensor[-1].item() for tensor in tensors]
-    assert result == [51.0, 52.0]
+    assert [tensor[-1].item() for tensor in tensors] == [51.0, 52.0]
 
 
 @on_ranks(2)
@@ -100,8 +99,7 @@ def test_backend_numbers_of_a_world_do_not_outlive_it(rank: Rank, same_store: bo
     dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
     communicator = rota.Communicator(dist.new_group([0, 1]), timeout=timedelta(seconds=5))
     communicator.all_reduce(tensor := torch.ones(2))
-    result = tensor[0].item()
-    assert result == 2.0
+    assert tensor[0].item() == 2.0
 
 
 @on_ranks(2)

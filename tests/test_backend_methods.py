@@ -34,8 +34,7 @@ def test_pg_options_set_wire_dtype_and_slots(rank: Rank) -> None:
     dist.all_reduce(integers := torch.ones(3, dtype=torch.int64))
     assert short.tolist() == integers.tolist() == [2.0] * 3
     assert dist.new_group(pg_options=rota.BackendOptions()) is not None
-    result = tensor[0].item()
-    assert result == 2.0
+    assert tensor[0].item() == 2.0
 
 
 @on_ranks(1)

@@ -265,12 +265,7 @@ TRAINING = [hook, shards, fsdp]
 ALL = WITHOUT_BACKWARD + TRAINING
 
 
-@contextlib.contextmanager
-def default_device() -> Iterator[None]:
-    """One that no build for the CPU or CUDA has."""
-    torch.set_default_device("xpu")
-    yield
-    torch.set_default_device(None)
+DEVICE = torch.device("xpu")  # which no build for the CPU or CUDA has
 
 
 @contextlib.contextmanager
@@ -289,7 +284,7 @@ def deterministic() -> Iterator[None]:
 
 
 MODES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
-    "device": (default_device, ALL),
+    "device": (lambda: DEVICE, ALL),
     "bfloat16": (lambda: default_dtype(torch.bfloat16), ALL),
     "float64": (lambda: default_dtype(torch.float64), ALL),
     "deterministic": (deterministic, ALL),
@@ -319,7 +314,7 @@ def test_results_are_those_under_torch_s_own_defaults(rank: Rank, mode: str) -> 
 def test_elastic_training_under_a_default_device(rank: Rank, port: int) -> None:
     """A rank that joins under a default device gets the other's state, and both roll back."""
     membership = rota.elastic.Membership(store_of(port), rank=rank.rank)
-    with default_device():
+    with DEVICE:
         generation = membership.next(min_members=2)
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -34,37 +34,27 @@ def check_alive(rank: Rank) -> None:
         assert output.eq(peer).all()
 
 
-def send_wrongly(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_refused_message_of_a_batch_raises_at_its_end_and_the_group_goes_on(rank: Rank) -> None:
     """Only rank 0 errs, and only in one message of each batch: the others arrive."""
     rank.init()
     peer = 1 - rank.rank
     fine, bad = torch.full((4,), rank.rank + 5.0), torch.ones(1).expand(4)
-    errors = []
-    for wrong in (
-        lambda: dist.P2POp(dist.isend, fine, peer, tag=-1),
-        lambda: dist.P2POp(dist.irecv, bad, peer, tag=1),
+    for wrong, fact in (
+        (lambda: dist.P2POp(dist.isend, fine, peer, tag=-1), "tag is -1"),
+        (lambda: dist.P2POp(dist.irecv, bad, peer, tag=1), "rota.recv"),
     ):
         output = torch.zeros(4)
         ops = [wrong()] if rank.rank == 0 else []
         ops += [dist.P2POp(dist.isend, fine, peer), dist.P2POp(dist.irecv, output, peer)]
-
-        def run(ops: list[dist.P2POp] = ops) -> None:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
-        errors.append(error_of(run))
+        error = error_of(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])  # noqa: B023
         dist.barrier()
-        if rank.rank == 1:
+        if rank.rank == 0:
+            check_error(error, "ValueError", fact)
+        else:
+            check_error(error, "nothing")
             assert output.eq(5).all()
         check_alive(rank)
-    return errors
-
-
-def test_refused_message_of_a_batch_raises_at_its_end_and_the_group_goes_on() -> None:
-    refused, fine = run_ranks(2, send_wrongly)
-    assert [kind for kind, _ in fine] == ["nothing"] * 2
-    for (kind, text), part in zip(refused, ("tag is -1", "rota.recv"), strict=True):
-        assert kind == "ValueError" and part in text, text
 
 
 class Stop(Exception):

@@ -334,7 +334,8 @@ def test_gradient_that_would_be_wrong_raises(rank: Rank) -> None:
 # Names and failures
 
 
-def _run_names(rank: Rank) -> list[str]:
+@on_ranks(WORLD_SIZE)
+def test_communicator_names_are_unique_and_equal_on_all_ranks(rank: Rank) -> None:
     rank.init("gloo")
     alone = [dist.new_group([other]) for other in range(WORLD_SIZE)]
     everyone = dist.new_group()
@@ -342,12 +343,8 @@ def _run_names(rank: Rank) -> list[str]:
     own = rota.Communicator(alone[rank.rank])
     names = [communicator.name for communicator in communicators]
     assert len({*names, own.name}) == 4
-    return names
-
-
-def test_communicator_names_are_unique_and_equal_on_all_ranks() -> None:
-    names, *others = run_ranks(WORLD_SIZE, _run_names)
-    assert all(other == names for other in others)
+    dist.all_gather_object(of_ranks := [None] * WORLD_SIZE, names)
+    assert of_ranks == [names] * WORLD_SIZE
 
 
 @on_ranks(WORLD_SIZE)

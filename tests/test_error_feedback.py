@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
+import io
+import itertools
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from models import (
     norm_of,
 )
 from oracle import random_inputs
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 from rota.gradients.residuals import BucketResidual
 from rota.gradients.results import Outcome
 
@@ -42,13 +42,28 @@ def make_ddp(
     return ddp
 
 
-def follow_definition(rank: Rank, dtypes: tuple[torch.dtype, ...], **ddp_options: Any) -> None:
+SINGLE, DOUBLE = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "as_view"),
+    [
+        ((SINGLE,) * 5, False),
+        ((SINGLE,) * 5, True),
+        ((DOUBLE, SINGLE, SINGLE, DOUBLE, SINGLE), False),
+    ],
+    ids=["copy", "view", "several-dtypes"],
+)
+@on_ranks(2)
+def test_error_feedback_moves_with_parameters_to_other_buckets(
+    rank: Rank, dtypes: tuple[torch.dtype, ...], as_view: bool
+) -> None:
     """Compares with plain torch, one parameter at a time, across DDP's bucket rebuild."""
     rank.init("gloo")
     loss_scale = 4.0
     model = ExactGradients(dtypes)
     state = rota.HookState(loss_scale=loss_scale, model=model, **UNSCALED)
-    ddp = make_ddp(model, state, **ddp_options)
+    ddp = make_ddp(model, state, gradient_as_bucket_view=as_view)
     names = [name for name, _ in model.named_parameters()]
     residuals = [{name: torch.zeros(1) for name in names} for _ in range(rank.world_size)]
     for step in range(4):
@@ -70,21 +85,6 @@ def follow_definition(rank: Rank, dtypes: tuple[torch.dtype, ...], **ddp_options
     for name in names:
         assert torch.equal(saved[name], residuals[rank.rank][name]), name
         assert saved[name].any(), "there was something to feed back"
-
-
-@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
-def test_error_feedback_moves_with_parameters_to_other_buckets(as_view: bool) -> None:
-    run_ranks(2, follow_with_views, as_view)
-
-
-def follow_with_views(rank: Rank, as_view: bool) -> None:
-    follow_definition(rank, (torch.float32,) * 5, gradient_as_bucket_view=as_view)
-
-
-@on_ranks(2)
-def test_error_feedback_in_buckets_of_several_dtypes(rank: Rank) -> None:
-    dtypes = (torch.float64, torch.float32, torch.float32, torch.float64, torch.float32)
-    follow_definition(rank, dtypes)
 
 
 class Layouts(torch.nn.Module):
@@ -140,43 +140,41 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters(rank: Rank) -> Non
         assert torch.equal(p.grad, q.grad), name
 
 
-# ---- a run that is stopped and resumed in new processes
+# ---- a run that is stopped and resumed
 
 NUM_STEPS = 6
 
 
-def train(rank: Rank, directory: str, steps: range, options: dict[str, Any]) -> list[float]:
+def train(rank: Rank, steps: range, checkpoint: io.BytesIO, **options: Any) -> torch.Tensor:
     """Trains `steps` from the checkpoint before them, saves one after; returns parameters."""
-    rank.init("gloo")
     model = make_model()
-    state = rota.HookState(model=model, **options)
+    state = rota.HookState(model=model, **{**UNSCALED, **options})
     # With SMALL_BUCKETS_MB some parameters change buckets after the first step.
     ddp = make_ddp(model, state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    path = os.path.join(directory, f"{rank.rank}-{{}}.pt")
+    parts = {"model": model, "optimizer": optimizer, "hook": state}
     if steps.start > 0:
-        checkpoint = torch.load(path.format(steps.start))
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        state.load_state_dict(checkpoint["hook"])
+        checkpoint.seek(0)
+        for name, saved in torch.load(checkpoint).items():
+            parts[name].load_state_dict(saved)
     for step in steps:
         optimizer.zero_grad()
         ddp(batch_of(rank.rank, step)).square().mean().backward()
         optimizer.step()
-    parts = {"model": model, "optimizer": optimizer, "hook": state}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, path.format(steps.stop))
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    torch.save({name: part.state_dict() for name, part in parts.items()}, checkpoint)
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize("stop_at", [1, 3])
-def test_stopped_run_gives_the_bits_of_a_straight_one(tmp_path: Any, stop_at: int) -> None:
-    directory = str(tmp_path)
-    straight = run_ranks(2, train, directory, range(NUM_STEPS), UNSCALED)
-    run_ranks(2, train, directory, range(stop_at), UNSCALED)
-    assert run_ranks(2, train, directory, range(stop_at, NUM_STEPS), UNSCALED) == straight
-    assert straight[0] == straight[1]
-    without = {**UNSCALED, "error_feedback": False}
-    assert run_ranks(2, train, directory, range(NUM_STEPS), without) != straight
+@on_ranks(2)
+def test_stopped_run_gives_the_bits_of_a_straight_one(rank: Rank, stop_at: int) -> None:
+    rank.init("gloo")
+    straight = train(rank, range(NUM_STEPS), io.BytesIO())
+    checkpoint = io.BytesIO()
+    train(rank, range(stop_at), checkpoint)
+    assert torch.equal(train(rank, range(stop_at, NUM_STEPS), checkpoint), straight)
+    without = train(rank, range(NUM_STEPS), io.BytesIO(), error_feedback=False)
+    assert not torch.equal(without, straight)
 
 
 @on_ranks(2)
@@ -242,13 +240,6 @@ def test_residuals_of_another_model_are_refused(
     check_error(error_of(lambda: ddp(exact_batch(rank.rank, 0)).backward()), "ValueError", *facts)
 
 
-def mean_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Over the ranks."""
-    tensor = tensor.clone()
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
-
-
 @on_ranks(1)
 def test_residual_of_an_unused_parameter_is_not_in_the_norm(rank: Rank) -> None:
     """A residual is sent even for a parameter without a gradient; the norm must not count it."""
@@ -268,7 +259,8 @@ def test_residual_of_an_unused_parameter_is_not_in_the_norm(rank: Rank) -> None:
 # ---- layers that are frozen and thawed
 
 
-def resume_with_others_frozen(rank: Rank) -> None:
+@on_ranks(2)
+def test_residuals_are_loaded_where_other_parameters_are_frozen(rank: Rank) -> None:
     """A residual waits while its parameter is frozen; one that was frozen owes nothing."""
     rank.init("gloo")
     batch = random_inputs(2, 2050, torch.float32)[rank.rank]
@@ -298,7 +290,8 @@ def resume_with_others_frozen(rank: Rank) -> None:
     assert not state.state_dict()["without_residual"]
 
 
-def reduce_a_part(rank: Rank) -> None:
+@on_ranks(2)
+def test_residuals_are_loaded_where_a_part_is_reduced(rank: Rank) -> None:
     """A state that has reduced some parameters of its model loads what it has saved."""
     rank.init("gloo")
     saved: dict[str, Any] = {}
@@ -313,34 +306,26 @@ def reduce_a_part(rank: Rank) -> None:
         assert saved["residuals"].keys() == {"weights.1", "weights.3"}
 
 
-@pytest.mark.parametrize("resume", [resume_with_others_frozen, reduce_a_part])
-def test_residuals_are_loaded_for_the_parameters_that_are_left(
-    resume: Callable[[Rank], None],
-) -> None:
-    run_ranks(2, resume)
-
-
 @on_ranks(2)
 def test_ddp_that_is_made_anew_after_thawing_keeps_its_state(rank: Rank) -> None:
     """Thawed parameters alone make the first bucket, are spread, or are most of them."""
     rank.init("gloo")
-    for kind in (None, "model", "ddp"):
-        for thawed in ([4], [0, 2], [0, 1, 2, 3]):
-            model = ExactGradients()
-            for i in thawed:
-                model.weights[i].requires_grad_(False)
-            ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB)
-            known = {None: None, "model": model, "ddp": ddp}[kind]
-            state = rota.HookState(model=known, **UNSCALED)
-            ddp.register_comm_hook(state, rota.fused_hook)
-            for _ in range(2):
-                ddp(exact_batch(rank.rank, 0)).backward()
-            model.requires_grad_(True)
-            ddp = make_ddp(model, state)
-            for _ in range(2):
-                ddp.zero_grad()
-                ddp(exact_batch(rank.rank, 1)).backward()
-                assert torch.equal(state.grad_norm(), norm_of(ddp)), (kind, thawed)
+    for kind, thawed in itertools.product((None, "model", "ddp"), ([4], [0, 2], [0, 1, 2, 3])):
+        model = ExactGradients()
+        for i in thawed:
+            model.weights[i].requires_grad_(False)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB)
+        known = {None: None, "model": model, "ddp": ddp}[kind]
+        state = rota.HookState(model=known, **UNSCALED)
+        ddp.register_comm_hook(state, rota.fused_hook)
+        for _ in range(2):
+            ddp(exact_batch(rank.rank, 0)).backward()
+        model.requires_grad_(True)
+        ddp = make_ddp(model, state)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(exact_batch(rank.rank, 1)).backward()
+            assert torch.equal(state.grad_norm(), norm_of(ddp)), (kind, thawed)
 
 
 # ---- copies
@@ -381,12 +366,14 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
 # ---- results that are not used
 
 
-def use_some(rank: Rank, **options: Any) -> None:
+@pytest.mark.parametrize("as_view", [False, True], ids=["copy", "view"])
+@on_ranks(2)
+def test_unused_parameter_still_owes_what_it_owed(rank: Rank, as_view: bool) -> None:
     """What a parameter owes stays while no rank uses it, and is paid when one does."""
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
-    ddp = make_ddp(model, state, find_unused_parameters=True, **options)
+    ddp = make_ddp(model, state, find_unused_parameters=True, gradient_as_bucket_view=as_view)
     batch = random_inputs(1, 2050, torch.float32)[0]
     paid = torch.zeros(700)
     num_used = 0
@@ -406,18 +393,10 @@ def use_some(rank: Rank, **options: Any) -> None:
         if gradient is not None:
             paid += gradient
             num_used += 1 if step == 0 else 1 / 2
-    owed = after["weights.1"]
+    dist.all_reduce(owed := after["weights.1"].clone())
+    owed /= rank.world_size
     # The average of the ranks' sums is rounded again, to the next bfloat16.
-    torch.testing.assert_close(paid, num_used * batch[:700] - mean_of(owed), rtol=2**-8, atol=0)
-
-
-def use_some_with_views(rank: Rank) -> None:
-    use_some(rank, gradient_as_bucket_view=True)
-
-
-@pytest.mark.parametrize("train", [use_some, use_some_with_views], ids=["copy", "view"])
-def test_unused_parameter_still_owes_what_it_owed(train: Callable[[Rank], None]) -> None:
-    run_ranks(2, train)
+    torch.testing.assert_close(paid, num_used * batch[:700] - owed, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("found_inf", [False, True])
@@ -502,25 +481,18 @@ def test_skipped_step_leaves_residuals_and_rounding_as_they_were(rank: Rank) -> 
 
 
 @on_ranks(1)
-def test_residuals_of_a_model_that_is_gone_are_not_saved(rank: Rank) -> None:
+def test_residuals_without_names_or_of_a_model_that_is_gone_are_not_saved(rank: Rank) -> None:
     rank.init("gloo")
-    model = ExactGradients()
-    state = rota.HookState(model=model, **UNSCALED)
-    ddp = make_ddp(model, state)
-    ddp(exact_batch(rank.rank, 0)).backward()
-    del ddp, model
-    gc.collect()
-    check_error(error_of(state.state_dict), "RuntimeError", "model is gone")
-
-
-@on_ranks(1)
-def test_residuals_without_names_are_not_saved(rank: Rank) -> None:
-    rank.init("gloo")
-    state = rota.HookState(**UNSCALED)
-    ddp = make_ddp(ExactGradients(), state)
-    for step in range(2):
-        ddp(exact_batch(rank.rank, step)).backward()
-    check_error(error_of(state.state_dict), "RuntimeError", "names")
+    for has_model, fact in ((False, "names"), (True, "model is gone")):
+        model = ExactGradients()
+        state = rota.HookState(model=model if has_model else None, **UNSCALED)
+        ddp = make_ddp(model, state)
+        for step in range(2):
+            ddp(exact_batch(rank.rank, step)).backward()
+        if has_model:
+            del ddp, model
+            gc.collect()
+        check_error(error_of(state.state_dict), "RuntimeError", fact)
 
 
 def test_loading_another_model_is_refused_at_once() -> None:

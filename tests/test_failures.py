@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 from rota.checkpoint import Checkpoint
 from rota.weights import WeightStore
 
@@ -23,15 +24,19 @@ WARM_UP = 20
 
 
 def reduce_until_error(rank: Rank, num_elems: int, algorithm: str) -> list[tuple[str, str]]:
+    options = {}
+    if algorithm == "two_level":
+        os.environ["ROTA_NUMA_NODE"] = str(rank.rank // 2)
+        options = {"group_size": 2}
     communicator = rank.communicator()
     tensor = torch.zeros(num_elems)
     for _ in range(WARM_UP):
-        communicator.all_reduce(tensor, "sum", algorithm)
+        communicator.all_reduce(tensor, "sum", algorithm, **options)
     rank.tell()
 
     def loop() -> None:
         for _ in range(FOREVER):
-            communicator.all_reduce(tensor, "sum", algorithm)
+            communicator.all_reduce(tensor, "sum", algorithm, **options)
 
     first = error_of(loop)
     return [
@@ -43,8 +48,13 @@ def reduce_until_error(rank: Rank, num_elems: int, algorithm: str) -> list[tuple
 
 @pytest.mark.parametrize("victim", ["first", "last"])
 @pytest.mark.parametrize("num_elems", [5, 3_000_000], ids=["small", "large"])
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ordered_ring", "ring"])
-@pytest.mark.parametrize("world_size", [2, 3], ids="ws{}".format)
+@pytest.mark.parametrize(
+    ("world_size", "algorithm"),
+    [
+        *itertools.product((2, 3), ("one_shot", "two_shot", "ordered_ring", "ring")),
+        (4, "two_level"),
+    ],
+)
 def test_peer_killed_during_all_reduce_raises_peer_failed(
     world_size: int, algorithm: str, num_elems: int, victim: str
 ) -> None:
@@ -52,16 +62,13 @@ def test_peer_killed_during_all_reduce_raises_peer_failed(
     with Ranks(world_size, reduce_until_error, num_elems, algorithm) as ranks:
         results = ranks.results_without(dead)
         pid = ranks.pid(dead)
+    died = f"rank {dead} (pid {pid}) has died"
     for rank in set(range(world_size)) - {dead}:
-        (error, text), *later = results[rank]
-        assert error == "PeerFailed", text
-        assert text.startswith(f"rota.all_reduce: rank {rank}/{world_size}")
-        assert f"rank {dead} (pid {pid}) has died" in text
-        assert "epoch" in text and "step" in text and "restart" in text
+        first, *later = results[rank]
+        assert first[1].startswith(f"rota.all_reduce: rank {rank}/{world_size}"), first
+        check_error(first, "PeerFailed", died, "epoch", "step", "restart")
         for error in later:
-            check_error(
-                error, "PeerFailed", "the group is dead", f"rank {dead} (pid {pid}) has died"
-            )
+            check_error(error, "PeerFailed", "the group is dead", died)
 
 
 def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
@@ -92,19 +99,11 @@ def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
     return [error_of(calls[use]), error_of(calls[use])]
 
 
-@pytest.mark.parametrize(
-    "use", ["communicator", "broadcast", "all_gather", "barrier", "dist", "dist.barrier"]
-)
+USES = ("communicator", "broadcast", "all_gather", "barrier", "dist", "dist.barrier", "work")
+
+
+@pytest.mark.parametrize("use", [*USES, "future"])
 def test_peer_killed_before_it_enters_raises_peer_failed(use: str) -> None:
-    check_killed_before_it_enters(use)
-
-
-@pytest.mark.parametrize("use", ["work", "future"])
-def test_peer_killed_before_it_enters_fails_the_async_work(use: str) -> None:
-    check_killed_before_it_enters(use)
-
-
-def check_killed_before_it_enters(use: str) -> None:
     with Ranks(3, reduce_when_told, use) as ranks:
         results = ranks.results_without(2)
         pid = ranks.pid(2)
@@ -122,7 +121,16 @@ def test_peer_killed_before_it_enters_fails_the_chained_future() -> None:
     assert "has died" in first[1]
 
 
-def leave(rank: Rank, how: str) -> tuple[str, str] | None:
+@pytest.mark.parametrize(
+    ("how", "facts"),
+    [
+        ("close", ["has left the group", "before it closes"]),
+        ("del", ["has left the group"]),
+        ("abort", ["failed", "the data ran out"]),
+    ],
+)
+@on_ranks(2)
+def test_peer_that_leaves_raises_peer_failed(rank: Rank, how: str, facts: list[str]) -> None:
     communicator = rank.communicator()
     communicator.barrier()
     if rank.rank == 1:
@@ -133,74 +141,40 @@ def leave(rank: Rank, how: str) -> tuple[str, str] | None:
             gc.collect()
         elif how == "abort":
             communicator.abort("the data ran out")
-        rank.hear()  # still alive
-        return None
+        rank.await_word()  # still alive
+        return
     error = error_of(lambda: communicator.all_reduce(torch.ones(3)))
-    rank.tell(error)
-    return error
+    rank.say()
+    peer = f"rank 1 (pid {rank.pid_of(1)})"
+    check_error(error, "PeerFailed", peer, "rota.all_reduce: rank 0/2", *facts)
 
 
-@pytest.mark.parametrize(
-    ("how", "facts"),
-    [
-        ("close", ["has left the group", "before it closes"]),
-        ("del", ["has left the group"]),
-        ("abort", ["failed", "the data ran out"]),
-    ],
-)
-def test_peer_that_leaves_raises_peer_failed(how: str, facts: list[str]) -> None:
-    with Ranks(2, leave, how) as ranks:
-        error, text = ranks.hear(0)
-        ranks.tell(1)
-        ranks.results()
-        pid = ranks.pid(1)
-    assert error == "PeerFailed", text
-    for fact in [f"rank 1 (pid {pid})", "rota.all_reduce: rank 0/2", *facts]:
-        assert fact in text
-
-
-def abort_own(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_abort_makes_later_calls_raise_with_the_reason(rank: Rank) -> None:
     communicator = rank.communicator()
     communicator.abort("enough")
-    return error_of(communicator.barrier)
+    assert "enough" in error_of(communicator.barrier)[1]
 
 
-def test_abort_makes_later_calls_raise_with_the_reason() -> None:
-    assert all("enough" in text for _, text in run_ranks(2, abort_own))
-
-
-def time_out(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(3)
+def test_timeout_names_the_peer_and_the_late_peer_learns_of_it(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=0.5)
     communicator.barrier()
     if rank.rank == 1:
-        rank.hear()
-    errors = [error_of(lambda: communicator.all_reduce(torch.ones(3)))]
-    rank.tell()
-    errors.append(error_of(communicator.barrier))
-    return errors
-
-
-def test_timeout_names_the_peer_and_the_late_peer_learns_of_it() -> None:
-    with Ranks(3, time_out) as ranks:
-        ranks.hear(0)
-        ranks.hear(2)
-        ranks.tell(1)
-        results = ranks.results()
-        pid = ranks.pid(1)
-    for rank in (0, 2):
-        error = results[rank][0]
-        check_error(
-            error,
-            "Timeout",
-            f"rank {rank}/3",
-            "waited",
-            "ms for",
-            f"rank 1 (pid {pid})",
-            "is rank 1 alive?",
-        )
-        check_error(results[rank][1], "Timeout", "the group is dead")
-    # The late rank finds all contributions and may finish; its next call reports the failure.
-    check_error(results[1][1], "Timeout", "failed", "waited", "for rank 1")
+        rank.await_word("rank 0 has waited")
+        rank.await_word("rank 2 has waited")
+    first = error_of(lambda: communicator.all_reduce(torch.ones(3)))
+    rank.say(f"rank {rank.rank} has waited")
+    later = error_of(communicator.barrier)
+    if rank.rank == 1:
+        # It finds all contributions and may finish; its next call reports the failure.
+        check_error(later, "Timeout", "failed", "waited", "for rank 1")
+        return
+    late = f"rank 1 (pid {rank.pid_of(1)})"
+    check_error(
+        first, "Timeout", f"rank {rank.rank}/3", "waited", "ms for", late, "is rank 1 alive?"
+    )
+    check_error(later, "Timeout", "the group is dead")
 
 
 def be_late(rank: Rank, world_size: int) -> float:

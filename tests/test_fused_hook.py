@@ -25,7 +25,7 @@ from models import (
     norm_of,
 )
 from oracle import assert_same, random_inputs
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 from rota.gradients.rounding import split_mix_64
 
 
@@ -43,8 +43,26 @@ def make_ddp(
 # ---- numbers
 
 
-def follow_oracle(rank: Rank, wire: Format, options: dict[str, Any]) -> list[str]:
-    """Random gradients, across DDP's bucket rebuild; returns the hook's results by step."""
+ORACLE_CASES: list[tuple[int, Format, dict[str, Any]]] = [
+    *((world_size, wire, {}) for world_size in (1, 2, 3) for wire in FORMATS),
+    *(
+        (3, Format(torch.float16, True), options)
+        for options in (
+            {"loss_scale": 1024.0},
+            {"loss_scale": 3.0},
+            {"gradient_predivide_factor": 2.0},
+            {"gradient_predivide_factor": 1.7, "loss_scale": 0.3, "algorithm": "two_shot"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "wire", "options"), ORACLE_CASES, ids=str)
+@on_ranks()
+def test_fused_hook_of_random_gradients_follows_oracle(
+    rank: Rank, wire: Format, options: dict[str, Any]
+) -> None:
+    """Across DDP's bucket rebuild."""
     rank.init("gloo")
     state = rota.HookState(wire_dtype=wire.dtype, block_scaling=wire.block_scaling, **options)
     buckets: list[list[torch.Tensor]] = []
@@ -57,7 +75,6 @@ def follow_oracle(rank: Rank, wire: Format, options: dict[str, Any]) -> list[str
     ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB)
     ddp.register_comm_hook(state, note_bucket)
     predivide = options.get("gradient_predivide_factor", 1.0)
-    seen = []
     for step in range(3):
         batches = random_inputs(rank.world_size, 2050 + step, torch.float32)
         if step == 2:
@@ -88,29 +105,10 @@ def follow_oracle(rank: Rank, wire: Format, options: dict[str, Any]) -> list[str
             assert norm.item() == pytest.approx(math.sqrt(sum_of_squares), rel=1e-7)
         else:
             assert norm.isnan()
-        seen.append(f"{norm.item()} {gradients_of(model).tolist()}")
-    return seen
-
-
-@pytest.mark.parametrize("wire", FORMATS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
-def test_fused_hook_of_random_gradients_follows_oracle(world_size: int, wire: Format) -> None:
-    results = run_ranks(world_size, follow_oracle, wire, {})
-    assert all(result == results[0] for result in results), "bits differ between ranks"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_scale": 1024.0},
-        {"loss_scale": 3.0},
-        {"gradient_predivide_factor": 2.0},
-        {"gradient_predivide_factor": 1.7, "loss_scale": 0.3, "algorithm": "two_shot"},
-    ],
-    ids=str,
-)
-def test_fused_hook_scales_as_documented(options: dict[str, Any]) -> None:
-    run_ranks(3, follow_oracle, Format(torch.float16, True), options)
+        dist.all_gather_object(
+            of_ranks := [""] * rank.world_size, f"{norm.item()} {gradients_of(model).tolist()}"
+        )
+        assert len(set(of_ranks)) == 1, "bits differ between ranks"
 
 
 # 50000 is the midpoint of 49984 and 50016 in float16; 49984 is the even one.
@@ -124,21 +122,6 @@ def test_gradient_predivide_factor_keeps_contributions_from_overflowing(
     ddp = make_ddp(ExactGradients(), state)
     ddp(torch.full((2050,), 1e5 if rank.rank == 0 else 0.0)).backward()
     assert gradients_of(ddp).unique().tolist() == [expected]
-
-
-@on_ranks(2)
-def test_each_model_has_its_own_state(rank: Rank) -> None:
-    """Two models, each with its own state and wire dtype, in one backward pass."""
-    rank.init("gloo")
-    results = []
-    wires = (torch.bfloat16, torch.float16)
-    ddps = [make_ddp(ExactGradients(), rota.HookState(None, wire)) for wire in wires]
-    # 2**10 + 1 needs 11 bits: float16 has them, bfloat16 rounds to 2**10.
-    loss = ddps[0](torch.full((2050,), 1025.0)) + ddps[1](torch.full((2050,), 1025.0))
-    loss.backward()
-    for ddp in ddps:
-        results.append(gradients_of(ddp).unique().tolist())
-    assert results == [[1024.0], [1025.0]]
 
 
 @on_ranks(2)
@@ -248,8 +231,8 @@ def test_split_mix_64_gives_the_published_sequence() -> None:
     assert [split_mix_64(1234567, i) for i in range(3)] == expected
 
 
-def round_at_random(rank: Rank, seed: int, stop_at: int | None) -> list[list[float]]:
-    """Returns each step's gradients; with `stop_at`, a new state continues from that step."""
+@on_ranks(2)
+def test_stochastic_rounding_goes_on_where_state_dict_was_taken(rank: Rank) -> None:
     rank.init("gloo")
 
     def start(**options: Any) -> tuple[rota.HookState, DistributedDataParallel]:
@@ -259,26 +242,27 @@ def round_at_random(rank: Rank, seed: int, stop_at: int | None) -> list[list[flo
         # One parameter, so that a new DDP has the same buckets.
         return state, make_ddp(ExactGradients(sizes=(2050,)), state)
 
-    state, ddp = start(seed=seed)
-    steps = []
-    for step in range(4):
-        if step == stop_at:
-            saved = state.state_dict()
-            state, ddp = start()
-            state.load_state_dict(saved)
-        ddp.zero_grad()
-        ddp(torch.full((2050,), 1 / 3)).backward()
-        steps.append(gradients_of(ddp).tolist())
-    return steps
+    def gradients_by_step(seed: int, stop_at: int | None = None) -> list[list[float]]:
+        """With `stop_at`, a new state continues from that step."""
+        state, ddp = start(seed=seed)
+        steps = []
+        for step in range(4):
+            if step == stop_at:
+                saved = state.state_dict()
+                state, ddp = start()
+                state.load_state_dict(saved)
+            ddp.zero_grad()
+            ddp(torch.full((2050,), 1 / 3)).backward()
+            steps.append(gradients_of(ddp).tolist())
+        return steps
 
-
-def test_stochastic_rounding_goes_on_where_state_dict_was_taken() -> None:
-    straight, other_rank = run_ranks(2, round_at_random, 7, None)
-    assert straight == other_rank
+    straight = gradients_by_step(7)
+    dist.all_gather_object(of_ranks := [None] * 2, straight)
+    assert of_ranks == [straight] * 2
     assert straight[0] != straight[1], "every step draws anew"
     assert set(straight[0]) == {0.33203125, 0.333984375}, "both neighbours are drawn"
-    assert run_ranks(2, round_at_random, 7, 2)[0] == straight
-    assert run_ranks(2, round_at_random, 8, None)[0] != straight
+    assert gradients_by_step(7, stop_at=2) == straight
+    assert gradients_by_step(8) != straight
 
 
 # ---- copies

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 HOOKS = {"allreduce": rota.allreduce_hook, "fp16_compress": rota.fp16_compress_hook}
 
@@ -64,27 +64,16 @@ def test_hook_mismatch_raises_mismatch_from_backward(rank: Rank) -> None:
     check_error(error, "Mismatch", "wire float16", "rank 0 called", "rank 1 called")
 
 
-def wait_too_long(rank: Rank) -> tuple[str, str] | None:
+@on_ranks(2)
+def test_hook_uses_the_groups_timeout_and_names_the_peer(rank: Rank) -> None:
     rank.init("gloo", timeout_s=1.0)
     model = make_trained_ddp(rota.allreduce_hook)
-    rank.tell()
     if rank.rank == 1:
-        rank.hear()
-        return None
+        rank.await_word()
+        return
     error = error_of(lambda: step(model))
-    rank.tell()
-    return error
-
-
-def test_hook_uses_the_groups_timeout_and_names_the_peer() -> None:
-    with Ranks(2, wait_too_long) as ranks:
-        ranks.hear_all()
-        ranks.hear(0)
-        ranks.tell(1)
-        error, text = ranks.results()[0]
-        pid = ranks.pid(1)
-    assert error == "Timeout", text
-    assert f"rank 1 (pid {pid})" in text
+    rank.say()
+    check_error(error, "Timeout", f"rank 1 (pid {rank.pid_of(1)})")
 
 
 def train_after_failure(rank: Rank) -> float | None:
@@ -111,38 +100,31 @@ def test_hook_survivors_train_on_with_a_new_group() -> None:
     assert first == second and first > 0
 
 
-def refuse_and_go_on(rank: Rank, who: str) -> list[tuple[str, str] | float]:
+@pytest.mark.parametrize("who", ["all ranks", "rank 0"])
+@on_ranks(2)
+def test_hook_communicator_is_made_anew_after_a_bad_argument(rank: Rank, who: str) -> None:
     """A bad argument, with and without the hooks' communicator, then calls that are right."""
     rank.init("gloo", timeout_s=20.0)
     weight = torch.nn.Parameter(torch.zeros(3))
     state = rota.HookState(wire_dtype=torch.float32)
 
-    def reduce(bucket_cap_mb: float) -> float:
+    def reduce(bucket_cap_mb: float) -> None:
         weight.grad = torch.full((3,), float(rank.rank))
         rota.reduce_gradients([weight], state, bucket_cap_mb=bucket_cap_mb)
-        return weight.grad[0].item()
 
-    seen: list[tuple[str, str] | float] = []
+    is_wrong = who == "all ranks" or rank.rank == 0
     for _ in range(2):
-        is_wrong = who == "all ranks" or rank.rank == 0
-        seen.append(error_of(lambda: reduce(0.0 if is_wrong else 1.0)))  # noqa: B023
-        seen.append(reduce(1.0))
-    return seen
+        error = error_of(lambda: reduce(0.0 if is_wrong else 1.0))
+        if is_wrong:
+            check_error(error, "ValueError", "bucket_cap_mb is 0")
+        else:
+            check_error(error, "PeerFailed", "bucket_cap_mb is 0", "rank 0")
+        reduce(1.0)
+        assert weight.grad[0].item() == 0.5
 
 
-@pytest.mark.parametrize("who", ["all ranks", "rank 0"])
-def test_hook_communicator_is_made_anew_after_a_bad_argument(who: str) -> None:
-    own, peer = run_ranks(2, refuse_and_go_on, who)
-    for seen in (own, peer):
-        assert seen[1] == seen[3] == 0.5
-        assert all("bucket_cap_mb is 0" in seen[i][1] for i in (0, 2)), seen
-    assert own[0][0] == own[2][0] == "ValueError"
-    assert peer[0][0] == peer[2][0] == ("ValueError" if who == "all ranks" else "PeerFailed")
-    if who == "rank 0":
-        assert "rank 0" in peer[0][1] and "rank 0" in peer[2][1]
-
-
-def refuse_an_engine(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_hook_peers_are_told_of_another_engine(rank: Rank) -> None:
     rank.init("gloo", timeout_s=20.0)
     engine = dist.new_group(backend="gloo")
     weight = torch.nn.Parameter(torch.zeros(3))
@@ -151,17 +133,17 @@ def refuse_an_engine(rank: Rank) -> list[tuple[str, str]]:
         state = rota.HookState(wire_dtype=torch.float32, engine=given)
         weight.grad = torch.ones(3)
         errors.append(error_of(lambda: rota.reduce_gradients([weight], state)))  # noqa: B023
-    return errors
+    check_error(errors[0], "nothing")
+    kind = "ValueError" if rank.rank == 0 else "PeerFailed"
+    check_error(errors[1], kind, "already has no engine")
 
 
-def test_hook_peers_are_told_of_another_engine() -> None:
-    (first, own), (_, peer) = run_ranks(2, refuse_an_engine)
-    assert first[0] == "nothing"
-    check_error(own, "ValueError", "already has no engine")
-    check_error(peer, "PeerFailed", "already has no engine")
-
-
-def fail_in_a_hook_and_go_on(rank: Rank, name: str, has_trained: bool) -> list[tuple[str, str]]:
+@pytest.mark.parametrize("has_trained", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("name", ["allreduce", "fused"])
+@on_ranks(2)
+def test_ddp_goes_on_after_a_bad_argument_in_a_hook(
+    rank: Rank, name: str, has_trained: bool
+) -> None:
     """A bad argument of rank 1 in a hook of several buckets; then the same DDP goes on."""
     rank.init("gloo", timeout_s=20.0)
     layers = [torch.nn.Linear(64, 64) for _ in range(4)]
@@ -176,27 +158,16 @@ def fail_in_a_hook_and_go_on(rank: Rank, name: str, has_trained: bool) -> list[t
         return rota.fused_hook(state, bucket)
 
     model.register_comm_hook(None, lambda _, bucket: hook(bucket))
-    seen = []
+    kind, text = ("TypeError", "of type int") if name == "allreduce" else ("ValueError", "zzz")
     for wrong in [False] * 3 * has_trained + [True, False, True, True, False]:
         is_wrong = wrong
         model.zero_grad()
         value = float(rank.rank)
-        seen.append(error_of(lambda: model(torch.full((2, 64), value)).sum().backward()))  # noqa: B023
+        error = error_of(lambda: model(torch.full((2, 64), value)).sum().backward())  # noqa: B023
+        expected = (kind if is_bad else "PeerFailed", text) if wrong else ("nothing",)
+        check_error(error, *expected)
     gradient = layers[-1].weight.grad
     assert gradient is not None
-    total = gradient.sum().item()
     sums = [torch.empty(1) for _ in range(2)]
-    dist.all_gather(sums, torch.tensor([total]))
+    dist.all_gather(sums, gradient.sum().view(1))
     assert sums[0] == sums[1] != 0
-    return seen[-5:]
-
-
-@pytest.mark.parametrize("has_trained", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize("name", ["allreduce", "fused"])
-def test_ddp_goes_on_after_a_bad_argument_in_a_hook(name: str, has_trained: bool) -> None:
-    own, peer = run_ranks(2, fail_in_a_hook_and_go_on, name, has_trained)
-    kind, text = ("TypeError", "of type int") if name == "allreduce" else ("ValueError", "zzz")
-    for seen, expected in ((own, "PeerFailed"), (peer, kind)):
-        assert [error for error, _ in seen[1::3]] == ["nothing"] * 2, seen
-        for i in (0, 2, 3):
-            assert seen[i][0] == expected and text in seen[i][1], (i, seen)

@@ -20,36 +20,28 @@ from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 from rota import _C
 
 
-def reduce_over(rank: Rank, backend: str) -> list[object]:
+@pytest.mark.parametrize("backend", ["gloo", "rota", "cpu:gloo", "cpu:rota"])
+@on_ranks(3)
+def test_communicator_works_over_any_backend(rank: Rank, backend: str) -> None:
     rank.init(backend)
     communicator = rota.Communicator()
-    tensor = torch.full((3,), float(rank.rank))
-    communicator.all_reduce(tensor, "max")
-    return [communicator.rank, communicator.world_size, tensor.tolist()]
+    assert (communicator.rank, communicator.world_size) == (rank.rank, 3)
+    communicator.all_reduce(tensor := torch.full((3,), float(rank.rank)), "max")
+    assert tensor.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("backend", ["gloo", "rota", "cpu:gloo", "cpu:rota"])
-def test_communicator_works_over_any_backend(backend: str) -> None:
-    expected = [[rank, 3, [2.0] * 3] for rank in range(3)]
-    assert run_ranks(3, reduce_over, backend) == expected
-
-
-def reduce_over_subgroup(rank: Rank) -> object:
+@on_ranks(3)
+def test_communicator_over_subgroup_counts_its_members_and_refuses_others(rank: Rank) -> None:
     rank.init("gloo")
     group = dist.new_group([0, 2])
     dist.barrier()  # Gloo fails if a rank leaves while others still connect
     if rank.rank == 1:
-        return error_of(lambda: rota.Communicator(group))
+        check_error(error_of(lambda: rota.Communicator(group)), "ValueError", "not in the group")
+        return
     communicator = rota.Communicator(group)
-    tensor = torch.full((3,), float(rank.rank))
-    communicator.all_reduce(tensor)
-    return [communicator.rank, communicator.world_size, tensor.tolist()]
-
-
-def test_communicator_over_subgroup_counts_its_members_and_refuses_others() -> None:
-    first, other, last = run_ranks(3, reduce_over_subgroup)
-    assert [first, last] == [[0, 2, [2.0] * 3], [1, 2, [2.0] * 3]]
-    check_error(other, "ValueError", "not in the group")
+    assert (communicator.rank, communicator.world_size) == (rank.rank // 2, 2)
+    communicator.all_reduce(tensor := torch.full((3,), float(rank.rank)))
+    assert tensor.tolist() == [2.0] * 3
 
 
 @on_ranks(2)
@@ -99,24 +91,25 @@ def test_communicator_before_init_raises_value_error(rank: Rank) -> None:
     check_error(error_of(rota.Communicator), "ValueError", "init_process_group")
 
 
-def make_with_slots(rank: Rank, slot_bytes: int) -> tuple[str, str]:
+@pytest.mark.parametrize(
+    ("slot_bytes", "kinds", "facts"),
+    [
+        *((size, "ValueError", "multiple of 4096") for size in (0, 100, 4097)),
+        # The sum of all slots overflows; it must not wrap around to a small number.
+        *((1 << bits, "ValueError TransportError", "") for bits in (61, 62, 63)),
+        (-4096, "TypeError ValueError", ""),
+    ],
+    ids=str,
+)
+@on_ranks(1)
+def test_communicator_slot_bytes_that_cannot_be_raise(
+    rank: Rank, slot_bytes: int, kinds: str, facts: str
+) -> None:
     rank.init()
     # Without this limit, a missing check in rota would take all memory of the machine.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
-    return error_of(lambda: rota.Communicator(slot_bytes=slot_bytes))
-
-
-@pytest.mark.parametrize("slot_bytes", [0, 100, 4097], ids=str)
-def test_communicator_slot_bytes_that_are_no_pages_raise_value_error(slot_bytes: int) -> None:
-    error = run_ranks(1, make_with_slots, slot_bytes)[0]
-    check_error(error, "ValueError", f"slot_bytes is {slot_bytes}", "multiple of 4096")
-
-
-@pytest.mark.parametrize("slot_bytes", [1 << 61, 1 << 62, 1 << 63], ids=str)
-def test_communicator_more_memory_than_addresses_raises(slot_bytes: int) -> None:
-    """The sum of all slots overflows; it must not wrap around to a small number."""
-    error, text = run_ranks(1, make_with_slots, slot_bytes)[0]
-    assert error in ("ValueError", "TransportError"), text
+    error, text = error_of(lambda: rota.Communicator(slot_bytes=slot_bytes))
+    assert error in kinds.split() and facts in text, text
     assert "slot_bytes" in text
 
 
@@ -143,15 +136,6 @@ def small_cgroup() -> Iterator[Path]:
         cgroup.rmdir()
 
 
-def reserve_in_cgroup(rank: Rank, cgroup: Path) -> tuple[str, str, float]:
-    rank.init()
-    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    error, text = error_of(lambda: rota.Communicator(slot_bytes=256 << 20))
-    tensor = torch.ones(1)
-    rota.Communicator().all_reduce(tensor)
-    return error, text, tensor.item()
-
-
 def test_memory_beyond_the_containers_limit_is_an_error(small_cgroup: Path) -> None:
     """Reserving it would trigger the OOM killer, which kills a rank without any message."""
     error, text, total = run_ranks(1, reserve_in_cgroup, small_cgroup)[0]
@@ -162,9 +146,13 @@ def test_memory_beyond_the_containers_limit_is_an_error(small_cgroup: Path) -> N
     assert total == 1.0
 
 
-def test_communicator_negative_slot_bytes_raise() -> None:
-    error, text = run_ranks(1, make_with_slots, -4096)[0]
-    assert error in ("TypeError", "ValueError"), text
+def reserve_in_cgroup(rank: Rank, cgroup: Path) -> tuple[str, str, float]:
+    rank.init()
+    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    error, text = error_of(lambda: rota.Communicator(slot_bytes=256 << 20))
+    tensor = torch.ones(1)
+    rota.Communicator().all_reduce(tensor)
+    return error, text, tensor.item()
 
 
 @pytest.mark.parametrize(
@@ -192,57 +180,42 @@ def test_communicator_impossible_rank_or_world_raises(
 def make_with_own_idea(
     rank: Rank, ranks: list[int], world_sizes: list[int], slot_bytes: list[int]
 ) -> tuple[str, str]:
-    own = rank.rank
-    make = lambda: _C.Communicator(  # noqa: E731
-        rank.make_store(timeout_s=3),
-        ranks[own],
-        world_sizes[own],
-        timedelta(seconds=2),
-        slot_bytes[own],
-    )
-    return error_of(make)
+    own, store = rank.rank, rank.make_store(timeout_s=3)
+    place = (ranks[own], world_sizes[own], timedelta(seconds=2), slot_bytes[own])
+    return error_of(lambda: _C.Communicator(store, *place))
 
 
-def test_two_ranks_with_one_number_raise_transport_error() -> None:
-    results = run_ranks(2, make_with_own_idea, [0, 0], [2, 2], [4096, 4096])
-    assert [error for error, _ in results] == ["TransportError"] * 2, results
-    texts = [text for _, text in results]
-    assert any("two processes say they are rank 0 of 2" in text for text in texts)
+@pytest.mark.parametrize(
+    ("ranks", "world_sizes", "slot_bytes", "facts"),
+    [
+        ([0, 0], [2, 2], [4096, 4096], []),
+        ([0, 1], [2, 3], [4096, 4096], ["world_size ", "WORLD_SIZE"]),
+        ([0, 1], [2, 2], [4096, 8192], ["4096", "8192", "slot_bytes"]),
+    ],
+    ids=["one-number", "world-sizes", "slot-bytes"],
+)
+def test_ranks_that_differ_raise_transport_error(
+    ranks: list[int], world_sizes: list[int], slot_bytes: list[int], facts: list[str]
+) -> None:
+    errors = run_ranks(2, make_with_own_idea, ranks, world_sizes, slot_bytes)
+    for error in errors:
+        check_error(error, "TransportError", *facts)
+    if ranks == [0, 0]:
+        assert any("two processes say they are rank 0 of 2" in text for _, text in errors), errors
 
 
-def test_ranks_with_different_world_sizes_raise_transport_error() -> None:
-    results = run_ranks(2, make_with_own_idea, [0, 1], [2, 3], [4096, 4096])
-    assert [error for error, _ in results] == ["TransportError"] * 2, results
-    for _, text in results:
-        assert "world_size 2" in text or "world_size 3" in text
-        assert "WORLD_SIZE" in text
-
-
-def test_ranks_with_different_slot_bytes_raise_transport_error() -> None:
-    results = run_ranks(2, make_with_own_idea, [0, 1], [2, 2], [4096, 8192])
-    assert [error for error, _ in results] == ["TransportError"] * 2, results
-    for _, text in results:
-        assert "4096" in text and "8192" in text and "slot_bytes" in text
-
-
-def make_with_missing_rank(rank: Rank) -> tuple[str, str] | None:
+@on_ranks(3, timeout_s=12)
+def test_communicator_missing_rank_raises_transport_error_after_its_own_timeout(
+    rank: Rank,
+) -> None:
     rank.init("gloo")
     if rank.rank == 2:
-        rank.hear()
-        return None
+        rank.await_word("rank 0 has waited")
+        rank.await_word("rank 1 has waited")
+        return
     error = error_of(lambda: rota.Communicator(timeout=timedelta(seconds=1)))
-    rank.tell()
-    return error
-
-
-def test_communicator_missing_rank_raises_transport_error_after_its_own_timeout() -> None:
-    with Ranks(3, make_with_missing_rank, timeout_s=12) as ranks:
-        ranks.hear(0)
-        ranks.hear(1)
-        ranks.tell(2)
-        results = ranks.results()
-    for error in results[:2]:
-        check_error(error, "TransportError", "still waits for rank 2")
+    rank.say(f"rank {rank.rank} has waited")
+    check_error(error, "TransportError", "still waits for rank 2")
 
 
 def limit_and_make(rank: Rank, limit: str, amount: int) -> tuple[str, str]:
@@ -260,12 +233,9 @@ def limit_and_make(rank: Rank, limit: str, amount: int) -> tuple[str, str]:
 
 
 def test_communicator_short_of_memory_raises_transport_error_with_need_and_have() -> None:
-    (error, text), (peer_error, peer_text) = run_ranks(2, limit_and_make, "bytes", 65536)
-    assert error == "TransportError", text
-    for fact in ("bytes of shared memory", "free", "slot_bytes"):
-        assert fact in text
-    assert peer_error == "TransportError", peer_text
-    assert "rank 0" in peer_text
+    own, peer = run_ranks(2, limit_and_make, "bytes", 65536)
+    check_error(own, "TransportError", "bytes of shared memory", "free", "slot_bytes")
+    check_error(peer, "TransportError", "rank 0")
 
 
 @pytest.mark.parametrize("num_free", range(5))

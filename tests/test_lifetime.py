@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import rota
 from own_process import num_descriptors, num_mappings, num_threads, resident_bytes
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 NUM_CYCLES = 50
 
@@ -78,7 +78,8 @@ def test_close_waits_for_what_is_queued_and_later_calls_raise(rank: Rank) -> Non
         check_error(error, "RotaError", "closed", "make a new one")
 
 
-def drop_with_pending_work(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_dropped_communicator_fails_its_pending_work_and_tells_peers(rank: Rank) -> None:
     """Rank 1 never calls, so rank 0's queued work cannot complete."""
     communicator = rank.communicator()
     communicator.barrier()
@@ -87,31 +88,41 @@ def drop_with_pending_work(rank: Rank) -> tuple[str, str]:
         works = [communicator.all_reduce(tensor, async_op=True) for _ in range(3)]
         del communicator
         gc.collect()
-        rank.tell()
-        return error_of(works[-1].wait)
-    rank.hear()
-    return error_of(lambda: communicator.all_reduce(tensor))
+        rank.say()
+        error, text = error_of(works[-1].wait)
+    else:
+        rank.await_word()
+        error, text = error_of(lambda: communicator.all_reduce(tensor))
+    assert error in ("PeerFailed", "RotaError"), text
+    assert "dropped its communicator" in text
 
 
-def test_dropped_communicator_fails_its_pending_work_and_tells_peers() -> None:
-    with Ranks(2, drop_with_pending_work) as ranks:
-        ranks.hear(0)
-        ranks.tell(1)
-        results = ranks.results()
-    for error, text in results:
-        assert error in ("PeerFailed", "RotaError"), text
-        assert "dropped its communicator" in text
-
-
-def end_while_a_thread_waits(rank: Rank, what: str, how: str) -> tuple[str, str] | None:
+@pytest.mark.parametrize(
+    ("what", "how", "kind"),
+    [
+        ("recv", "close", "RotaError"),
+        ("recv-any", "close", "RotaError"),
+        ("irecv", "close", "RotaError"),
+        ("dist.recv", "destroy", "RotaError"),
+        ("recv", "abort", "PeerFailed"),
+        ("send", "abort", "PeerFailed"),
+        ("all_reduce", "abort", "PeerFailed"),
+        ("queued", "abort", "PeerFailed"),
+        ("window", "close", "PeerFailed"),
+    ],
+)
+@on_ranks(2)
+def test_end_of_a_communicator_ends_the_waits_of_its_threads(
+    rank: Rank, what: str, how: str, kind: str
+) -> None:
     """Rank 1 sends nothing, and calls nothing."""
     rank.init()
     communicator = rota.Communicator()
     window = rota.Window(1)
     tensor = torch.ones(10)
     if rank.rank == 1:
-        rank.hear()
-        return None
+        rank.await_word()
+        return
     calls: dict[str, Callable[[], object]] = {
         "recv": lambda: communicator.recv(tensor, 1),
         "recv-any": lambda: communicator.recv(tensor),
@@ -133,30 +144,8 @@ def end_while_a_thread_waits(rank: Rank, what: str, how: str) -> tuple[str, str]
     time.sleep(0.2)
     ends[how]()
     waiting.join(10)
-    return errors[0] if errors else ("hang", "")
-
-
-@pytest.mark.parametrize(
-    ("what", "how", "kind"),
-    [
-        ("recv", "close", "RotaError"),
-        ("recv-any", "close", "RotaError"),
-        ("irecv", "close", "RotaError"),
-        ("dist.recv", "destroy", "RotaError"),
-        ("recv", "abort", "PeerFailed"),
-        ("send", "abort", "PeerFailed"),
-        ("all_reduce", "abort", "PeerFailed"),
-        ("queued", "abort", "PeerFailed"),
-        ("window", "close", "PeerFailed"),
-    ],
-)
-def test_end_of_a_communicator_ends_the_waits_of_its_threads(
-    what: str, how: str, kind: str
-) -> None:
-    with Ranks(2, end_while_a_thread_waits, what, how) as ranks:
-        assert ranks.hear_result(0)[0] == kind
-        ranks.tell(1)
-        ranks.results()
+    rank.say()
+    assert [error for error, _ in errors] == [kind], "or it hangs"
 
 
 @on_ranks(2, timeout_s=20)
@@ -176,36 +165,7 @@ def test_communicator_dropped_by_a_callback_ends_well(rank: Rank) -> None:
     future.wait()
     if not dropped.wait(10):
         raise AssertionError("the callback did not come to its end")
-    result = [tensor[-1].item()]
-    assert result == [1.0]
-
-
-def call_inside_callback(rank: Rank) -> list[object]:
-    """A blocking call on the progress thread would wait for itself."""
-    rank.init()
-    first, second = torch.ones(100_000), torch.ones(10)
-    outcome: list[object] = []
-
-    def call_again(_: object) -> None:
-        outcome.append(error_of(lambda: dist.all_reduce(second)))
-
-    future = dist.all_reduce(first, async_op=True).get_future().then(call_again)
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    if not done.wait(5):
-        return ["hang"]
-    return [*outcome, second[0].item()]
-
-
-def test_blocking_call_inside_callback_does_not_hang() -> None:
-    """It either runs or is refused with an error that says why."""
-    for outcome in run_ranks(2, call_inside_callback, timeout_s=20):
-        assert outcome != ["hang"]
-        error, total = outcome
-        if error[0] == "nothing":
-            assert total == 2.0
-        else:
-            check_error(error, "RotaError", "async")
+    assert tensor[-1].item() == 1.0
 
 
 def hold_memory(rank: Rank) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import rota
 from own_process import num_descriptors, num_threads
-from ranks import Rank, on_ranks, run_ranks
+from ranks import Rank, on_ranks
 
 WORLD_SIZE = 4
 # Every set of at least two ranks, and the number of groups that each set makes.
@@ -72,7 +72,8 @@ def test_last_group_of_a_peer_closes_its_descriptors(rank: Rank) -> None:
     assert len(set(samples)) == 1, samples
 
 
-def use_groups_in_own_order(rank: Rank) -> list[float]:
+@on_ranks(WORLD_SIZE)
+def test_groups_used_in_different_orders_on_different_ranks_finish(rank: Rank) -> None:
     """Each rank queues the same collectives, in the same order per group, but visits the groups in
     its own order, so that each rank's first collective waits for another rank's last."""
     rank.init()
@@ -89,9 +90,4 @@ def use_groups_in_own_order(rank: Rank) -> list[float]:
             work.wait()
         for tensor in tensors.values():
             tensor.div_(WORLD_SIZE)
-    return [tensors[group][-1].item() for group in groups]
-
-
-def test_groups_used_in_different_orders_on_different_ranks_finish() -> None:
-    mean = (WORLD_SIZE - 1) / 2
-    assert run_ranks(WORLD_SIZE, use_groups_in_own_order) == [[mean] * WORLD_SIZE] * WORLD_SIZE
+    assert [tensor[-1].item() for tensor in tensors.values()] == [(WORLD_SIZE - 1) / 2] * WORLD_SIZE

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rota
 from models import SMALL_BUCKETS_MB, ExactGradients
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 NUM_COPIES, NUM_PARTS = 2, 2
 
@@ -52,10 +52,20 @@ def backward(
         rota.reduce_gradients(model.parameters(), state, bucket_cap_mb=SMALL_BUCKETS_MB)
 
 
-def train_parts(rank: Rank) -> list[tuple[float, list[float], float]]:
-    """Norms, the first weights and the scale by step; the parameters of size 700 are replicas."""
+@on_ranks(4)
+def test_parts_of_a_model_clip_by_one_norm_and_skip_the_same_step(rank: Rank) -> None:
+    """The parameters of size 700 are replicas."""
     copies, parts = groups_of(rank)
-    seen = []
+    # Elements 700 and later are only in the last weight, so all others are 2 in both parts.
+    squares = 4 * (2 * (3 + 64 + 1 + 700) + 700) + (2050 - 700) * (4 + 16)
+    norm = torch.tensor(math.sqrt(squares)).item()
+    # By step: the norm, how far the weights have moved, the scale.
+    expected = [
+        (norm, -2 / (norm + 1e-6), 8.0),
+        (math.inf, -2 / (norm + 1e-6), 4.0),
+        (math.nan, -2 / (norm + 1e-6), 2.0),
+        (norm, -4 / (norm + 1e-6), 2.0),
+    ]
     for wrap in (by_hook, by_list):
         model = ExactGradients()
         state = rota.HookState(
@@ -66,7 +76,7 @@ def train_parts(rank: Rank) -> list[tuple[float, list[float], float]]:
         wrapped = wrap(model, copies, state)
         scaler = rota.amp.GradScaler(state, init_scale=8.0)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        for step in range(4):
+        for step, (expected_norm, move, scale) in enumerate(expected):
             # The gradients of the first part are 2, of the second one 4; all replicas' are 2.
             batch = torch.full((2050,), 2.0)
             batch[700:] *= 1 + rank.rank % NUM_PARTS
@@ -76,29 +86,14 @@ def train_parts(rank: Rank) -> list[tuple[float, list[float], float]]:
                 batch[701] = torch.nan  # in the last gradient only
             optimizer.zero_grad()
             backward(wrapped, state, scaler, batch)
-            norm = rota.clip_grad_norm_(model.parameters(), 1.0)
+            found = rota.clip_grad_norm_(model.parameters(), 1.0).item()
+            assert found == pytest.approx(expected_norm, rel=0, nan_ok=True)
             scaler.step(optimizer)
             scaler.update()
             weights = [weight[0].item() for weight in model.weights]
-            seen.append((norm.item(), weights, scaler.get_scale()))
-    return seen
-
-
-def test_parts_of_a_model_clip_by_one_norm_and_skip_the_same_step() -> None:
-    results = run_ranks(4, train_parts)
-    # Elements 700 and later are only in the last weight, so all others are 2 in both parts.
-    squares = 4 * (2 * (3 + 64 + 1 + 700) + 700) + (2050 - 700) * (4 + 16)
-    norm = torch.tensor(math.sqrt(squares)).item()
-    for result in results:
-        norms, weights, scales = zip(*result, strict=True)
-        for i in (0, 4):  # by the hook, by the list
-            assert norms[i] == norms[i + 3] == norm
-            assert norms[i + 1] == math.inf and math.isnan(norms[i + 2])
-            moves = [-2 / (norm + 1e-6) * steps for steps in (1, 1, 1, 2)]
-            for step, move in enumerate(moves):
-                torch.testing.assert_close(weights[i + step], [move] * 5, rtol=1e-6, atol=0)
-            assert scales[i : i + 4] == (8.0, 4.0, 2.0, 2.0)
-        assert str(result) == str(results[0])  # nan is not equal to itself
+            torch.testing.assert_close(weights, [move] * 5, rtol=1e-6, atol=0)
+            dist.all_gather_object(of_ranks := [None] * 4, weights)
+            assert of_ranks == [weights] * 4 and scaler.get_scale() == scale
 
 
 def stage_state(rank: Rank, **options: Any) -> rota.HookState:
@@ -123,8 +118,8 @@ def test_inf_in_one_stage_skips_the_step_of_a_loss_that_is_not_the_last(rank: Ra
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    result = [bool(model.weights[0].any()) for model in models], scaler.get_scale()
-    assert result == ([False, True], 4.0)
+    assert [bool(model.weights[0].any()) for model in models] == [False, True]
+    assert scaler.get_scale() == 4.0
 
 
 @on_ranks(2)
@@ -245,7 +240,8 @@ def test_shards_outside_the_model_group_count_or_are_refused(rank: Rank) -> None
 # ---- who waits for whom
 
 
-def reduce_in_turn(rank: Rank) -> float:
+@on_ranks(4)
+def test_reduction_does_not_wait_for_the_other_parts(rank: Rank) -> None:
     """The second part reduces when the first one has, as the stages of a pipeline might."""
     copies, parts = groups_of(rank)
     state = rota.HookState(copies, model_group=parts)
@@ -257,18 +253,14 @@ def reduce_in_turn(rank: Rank) -> float:
     rota.reduce_gradients([weight], state)
     if rank.rank % NUM_PARTS == 0:
         dist.send(token, rank.rank + 1)
-    return state.grad_norm().item()
-
-
-def test_reduction_does_not_wait_for_the_other_parts() -> None:
-    norm = torch.tensor(math.sqrt(4 * (1 + 4))).item()
-    assert run_ranks(4, reduce_in_turn) == [norm] * 4
+    assert state.grad_norm().item() == torch.tensor(math.sqrt(4 * (1 + 4))).item()
 
 
 # ---- errors
 
 
-def fail_in_one_part(rank: Rank) -> tuple[str, str]:
+@on_ranks(4)
+def test_error_in_one_part_is_raised_in_the_others(rank: Rank) -> None:
     copies, parts = groups_of(rank)
     state = rota.HookState(copies, model_group=parts)
     weight = nn.Parameter(torch.zeros(4))
@@ -280,13 +272,10 @@ def fail_in_one_part(rank: Rank) -> tuple[str, str]:
 
     error = error_of(reduce)
     dist.barrier()  # nobody leaves, which would be an error as well
-    return error
-
-
-def test_error_in_one_part_is_raised_in_the_others() -> None:
-    first, second, *_ = run_ranks(4, fail_in_one_part)
-    assert second[0] == "TypeError"
-    check_error(first, "PeerFailed", "sparse_coo")
+    if rank.rank == 0:
+        check_error(error, "PeerFailed", "sparse_coo")
+    elif rank.rank == 1:
+        check_error(error, "TypeError")
 
 
 @on_ranks(4)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import Rank, error_of, on_ranks, run_ranks
+from ranks import Rank, error_of, on_ranks
 
 
 @on_ranks(2)
@@ -101,26 +101,18 @@ def _call_each(rank: Rank, is_async: bool) -> None:
             work.wait()
 
 
-Shown = list[tuple[str, list[int]]]
-
-
-def _run_with_sizes(rank: Rank) -> list[Shown]:
+@on_ranks(2)
+def test_profiler_shows_every_operation_with_its_sizes(rank: Rank) -> None:
     rank.init()
-    results = []
+    expected = [(f"rota:{name}", lengths) for name, lengths, _ in OPERATIONS]
     for is_async in (False, True):
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
             _call_each(rank, is_async)
         shown = [event for event in profiled.events() if event.name.startswith("rota:")]
         shown.sort(key=lambda event: event.time_range.start)
-        results.append(
-            [(event.name, [n for shape in event.input_shapes for n in shape]) for event in shown]
-        )
-    return results
-
-
-def test_profiler_shows_every_operation_with_its_sizes() -> None:
-    expected = [(f"rota:{name}", lengths) for name, lengths, _ in OPERATIONS]
-    assert run_ranks(2, _run_with_sizes)[0] == [expected, expected]
+        lengths = [[n for shape in event.input_shapes for n in shape] for event in shown]
+        found = [(event.name, own) for event, own in zip(shown, lengths, strict=True)]
+        assert rank.rank != 0 or found == expected
 
 
 @on_ranks(2)
@@ -141,7 +133,8 @@ def test_debug_level_detail_wraps_every_operation(rank: Rank) -> None:
     assert "mismatch between collectives" in error
 
 
-def _measure(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_work_duration_is_in_milliseconds_and_includes_waiting(rank: Rank) -> None:
     rank.init()
     group = dist.group.WORLD
     assert group is not None
@@ -170,10 +163,4 @@ def _measure(rank: Rank) -> list[float]:
     elapsed_ms = 1000 * (time.monotonic() - begin)
     durations = [work._get_duration() for work in works]
     assert all(0 < duration <= elapsed_ms for duration in durations)
-    return durations
-
-
-def test_work_duration_is_in_milliseconds_and_includes_waiting() -> None:
-    early, late = run_ranks(2, _measure)
-    assert early[0] > 250  # waits for rank 1, which sleeps for 300 ms
-    assert late[0] < 250
+    assert (durations[0] > 250) == (rank.rank == 0)  # which waits for rank 1, which sleeps

@@ -22,7 +22,7 @@ from models import (
     make_model,
     norm_of,
 )
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 Reduce = Callable[[nn.Module, rota.HookState, Callable[[], torch.Tensor]], None]
 
@@ -402,24 +402,23 @@ MISMATCHES = (
 )
 
 
-def fail(rank: Rank) -> list[tuple[str, str]]:
-    """Each case has a group of its own, since an error on one rank ends the group's reductions."""
-    errors = []
-    for call in (*ERRORS_OF_ONE_RANK, *MISMATCHES):
-        store = dist.PrefixStore(call.__name__, rank.make_store())
-        dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size)
-        errors.append(error_of(lambda: call(rank.rank)))  # noqa: B023  (used at once)
-        dist.barrier()
-        dist.destroy_process_group()
-    return errors
+def error_in_own_group(rank: Rank, call: Callable[[int], None]) -> tuple[str, str]:
+    """An error on one rank ends the group's reductions."""
+    rank.init("gloo")
+    error = error_of(lambda: call(rank.rank))
+    dist.barrier()
+    return error
 
 
-def test_error_of_one_rank_is_raised_on_all() -> None:
-    first, second = run_ranks(2, fail)
-    for i, (call, (error, facts)) in enumerate(ERRORS_OF_ONE_RANK.items()):
-        assert second[i][0] == error, (call, second[i])
-        check_error(first[i], "PeerFailed", "rank 1")
-        for fact in facts:
-            assert fact in second[i][1] and fact in first[i][1]
-    for i, call in enumerate(MISMATCHES, len(ERRORS_OF_ONE_RANK)):
-        assert first[i][0] == second[i][0] == "Mismatch", (call, first[i], second[i])
+@pytest.mark.parametrize("call", ERRORS_OF_ONE_RANK)
+@on_ranks(2)
+def test_error_of_one_rank_is_raised_on_all(rank: Rank, call: Callable[[int], None]) -> None:
+    error, facts = ERRORS_OF_ONE_RANK[call]
+    expected = (error,) if rank.rank == 1 else ("PeerFailed", "rank 1")
+    check_error(error_in_own_group(rank, call), *expected, *facts)
+
+
+@pytest.mark.parametrize("call", MISMATCHES)
+@on_ranks(2)
+def test_lists_that_differ_are_a_mismatch(rank: Rank, call: Callable[[int], None]) -> None:
+    check_error(error_in_own_group(rank, call), "Mismatch")

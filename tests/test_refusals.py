@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 from rota.local_sgd import DiLoCo, LocalSGD
 from rota.parameter_server import ParameterServer
 from rota.weights import WeightStore
@@ -20,6 +20,7 @@ from rota.weights import WeightStore
 # A group's timeout: a rank that waits so long is hung.
 LONG_S = 300.0
 BAD_SLOTS = "slot_bytes is 7"
+WIRE = "inter_wire_dtype is "
 
 
 def window(**options: Any) -> rota.Window:
@@ -47,82 +48,47 @@ def hook_state(**options: Any) -> rota.HookState:
     return rota.HookState(model_group=dist.group.WORLD, **options)
 
 
-# Makes something of all ranks; a bad argument, and what the rank that passes it raises.
-CASES: dict[str, tuple[Callable[..., object], dict[str, Any], str, str]] = {
-    "Communicator-slots": (rota.Communicator, {"slot_bytes": 7}, "ValueError", BAD_SLOTS),
-    "Communicator-timeout": (rota.Communicator, {"timeout": 5}, "TypeError", "timeout is 5"),
-    "Communicator-wire": (
-        rota.Communicator,
-        {"inter_wire_dtype": torch.float64},
-        "TypeError",
-        "inter_wire_dtype is torch.float64",
-    ),
-    "Window-channels": (window, {"num_channels": 0}, "ValueError", "num_channels is 0"),
-    "Communicator-wire-text": (
-        rota.Communicator,
-        {"inter_wire_dtype": "x"},
-        "TypeError",
-        "inter_wire_dtype is 'x'",
-    ),
-    "Communicator-wire-int8": (
-        rota.Communicator,
-        {"inter_wire_dtype": torch.int8},
-        "TypeError",
-        "inter_wire_dtype is torch.int8",
-    ),
-    "Communicator-blocks": (
-        rota.Communicator,
-        {"inter_block_scaling": "yes"},
-        "TypeError",
-        "inter_block_scaling is 'yes'",
-    ),
-    "Communicator-engine": (rota.Communicator, {"engine": 3}, "TypeError", "engine is of type int"),
-    "Communicator-no-time": (
-        rota.Communicator,
-        {"timeout": timedelta(0)},
-        "ValueError",
-        "timeout is 0:00:00",
-    ),
-    "Window-device": (window, {"device": "tpu"}, "ValueError", "device is 'tpu'"),
-    "Window-cuda": (window, {"device": "cuda"}, "Mismatch", "rank 1 asked for cuda"),
-    "Window-no-time": (window, {"timeout": timedelta(-1)}, "ValueError", "timeout is -1 day"),
-    "Window-timeout": (window, {"timeout": 1.5}, "TypeError", "timeout is 1.5"),
-    "Window-engine": (window, {"engine": "gloo"}, "Mismatch", "one of its own"),
-    "LocalSGD-sync_every": (local_sgd, {"sync_every": 0}, "ValueError", "sync_every is 0"),
-    "LocalSGD-state": (local_sgd, {"state": 1}, "TypeError", "expected a HookState"),
-    "LocalSGD-alpha": (
-        local_sgd,
-        {"fragment_update_alpha": "x"},
-        "TypeError",
-        "rota.LocalSGD: fragment_update_alpha is 'x'",
-    ),
-    "LocalSGD-meta": (local_sgd, {"device": "meta"}, "TypeError", "'weight' is on meta"),
-    "DiLoCo-optimizer": (
-        diloco,
-        {"make_optimizer": list},
-        "TypeError",
-        "outer_optimizer is of type list",
-    ),
-    "ParameterServer-timeout": (server, {"timeout": 3}, "TypeError", "timeout is 3"),
-    "ParameterServer-nothing": (server, {"has_parameters": False}, "TypeError", "of type NoneType"),
-    "ParameterServer-delay": (
-        server,
-        {"delay_compensation": "a"},
-        "TypeError",
-        "delay_compensation is 'a'",
-    ),
-    "HookState-replicas": (hook_state, {"replicas": 3}, "TypeError", "replicas is 3"),
-    "HookState-seed": (hook_state, {"seed": -1}, "ValueError", "seed is -1"),
-    "HookState-model": (hook_state, {"model": 3}, "TypeError", "int"),
-}
+# What makes something of all ranks, a bad argument, and what the rank that passes it raises.
+CASES: list[tuple[Callable[..., object], dict[str, Any], str, str]] = [
+    (rota.Communicator, {"slot_bytes": 7}, "ValueError", BAD_SLOTS),
+    (rota.Communicator, {"timeout": 5}, "TypeError", "timeout is 5"),
+    (rota.Communicator, {"timeout": timedelta(0)}, "ValueError", "timeout is 0:00:00"),
+    (rota.Communicator, {"inter_wire_dtype": torch.float64}, "TypeError", WIRE + "torch.float64"),
+    (rota.Communicator, {"inter_wire_dtype": "x"}, "TypeError", WIRE + "'x'"),
+    (rota.Communicator, {"inter_wire_dtype": torch.int8}, "TypeError", WIRE + "torch.int8"),
+    (rota.Communicator, {"inter_block_scaling": "a"}, "TypeError", "inter_block_scaling is 'a'"),
+    (rota.Communicator, {"engine": 3}, "TypeError", "engine is of type int"),
+    (window, {"num_channels": 0}, "ValueError", "num_channels is 0"),
+    (window, {"device": "tpu"}, "ValueError", "device is 'tpu'"),
+    (window, {"device": "cuda"}, "Mismatch", "rank 1 asked for cuda"),
+    (window, {"timeout": timedelta(-1)}, "ValueError", "timeout is -1 day"),
+    (window, {"timeout": 1.5}, "TypeError", "timeout is 1.5"),
+    (window, {"engine": "gloo"}, "Mismatch", "one of its own"),
+    (local_sgd, {"sync_every": 0}, "ValueError", "sync_every is 0"),
+    (local_sgd, {"state": 1}, "TypeError", "expected a HookState"),
+    (local_sgd, {"fragment_update_alpha": "x"}, "TypeError", "LocalSGD: fragment_update_alpha is"),
+    (local_sgd, {"device": "meta"}, "TypeError", "'weight' is on meta"),
+    (diloco, {"make_optimizer": list}, "TypeError", "outer_optimizer is of type list"),
+    (server, {"timeout": 3}, "TypeError", "timeout is 3"),
+    (server, {"has_parameters": False}, "TypeError", "of type NoneType"),
+    (server, {"delay_compensation": "a"}, "TypeError", "delay_compensation is 'a'"),
+    (hook_state, {"replicas": 3}, "TypeError", "replicas is 3"),
+    (hook_state, {"seed": -1}, "ValueError", "seed is -1"),
+    (hook_state, {"model": 3}, "TypeError", "int"),
+]
 
 
-def refuse(rank: Rank) -> dict[str, tuple[str, str]]:
+@on_ranks(3)
+def test_bad_argument_of_one_rank_is_raised_by_all(rank: Rank) -> None:
     """Rank 1 passes a bad argument; then all pass what is right, and use what they get."""
     rank.init("gloo", timeout_s=LONG_S)
-    errors = {}
-    for case, (make, bad, *_) in CASES.items():
-        errors[case] = error_of(lambda: make(**(bad if rank.rank == 1 else {})))  # noqa: B023
+    for make, bad, kind, text in CASES:
+        error = error_of(lambda: make(**(bad if rank.rank == 1 else {})))  # noqa: B023
+        if rank.rank == 1:
+            check_error(error, kind, text)
+        else:
+            of_peer = "Mismatch" if kind == "Mismatch" else "TransportError"
+            check_error(error, of_peer, "rank 1", text)
         made = make()
         if isinstance(made, LocalSGD):
             made.step()
@@ -130,24 +96,13 @@ def refuse(rank: Rank) -> dict[str, tuple[str, str]]:
             made.barrier()
         elif isinstance(made, ParameterServer):
             made.close()
-    return errors
 
 
-def test_bad_argument_of_one_rank_is_raised_by_all() -> None:
-    results = run_ranks(3, refuse)
-    for case, (_, _, kind, text) in CASES.items():
-        check_error(results[1][case], kind, text)
-        for peer in (0, 2):
-            error = results[peer][case]
-            check_error(
-                error, "Mismatch" if kind == "Mismatch" else "TransportError", "rank 1", text
-            )
-
-
-def refuse_groups(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(3)
+def test_bad_options_of_one_rank_are_raised_by_all_in_its_group(rank: Rank) -> None:
     """Groups of the backend: the default one, over one store after the other, and a subgroup."""
     bad = rota.BackendOptions(slot_bytes=7)
-    store, errors = rank.make_store(LONG_S), []
+    store = rank.make_store(LONG_S)
 
     def init(options: object) -> None:
         dist.init_process_group(
@@ -159,26 +114,22 @@ def refuse_groups(rank: Rank) -> list[tuple[str, str]]:
             pg_options=options,
         )
 
-    for wrong in (bad, dist.ProcessGroupGloo._Options()):
-        errors.append(error_of(lambda: init(wrong if rank.rank == 1 else None)))  # noqa: B023
-    init(None)
-
     def use_subgroup(options: object) -> None:
         dist.barrier(dist.new_group(pg_options=options))
 
-    errors.append(error_of(lambda: use_subgroup(bad if rank.rank == 1 else None)))
+    def check_refusal(call: Callable[[object], None], wrong: object, kind: str, cause: str) -> None:
+        error = error_of(lambda: call(wrong if rank.rank == 1 else None))
+        if rank.rank == 1:
+            check_error(error, kind)
+        else:
+            check_error(error, "TransportError", "rank 1 failed", cause)
+
+    check_refusal(init, bad, "ValueError", BAD_SLOTS)
+    gloos = dist.ProcessGroupGloo._Options()
+    check_refusal(init, gloos, "TypeError", "expected rota.BackendOptions")
+    init(None)
+    check_refusal(use_subgroup, bad, "ValueError", BAD_SLOTS)
     use_subgroup(None)
-    return errors
-
-
-def test_bad_options_of_one_rank_are_raised_by_all_in_its_group() -> None:
-    results = run_ranks(3, refuse_groups)
-    assert [kind for kind, _ in results[1]] == ["ValueError", "TypeError", "ValueError"]
-    for peer in (0, 2):
-        for (kind, text), cause in zip(
-            results[peer], (BAD_SLOTS, "expected rota.BackendOptions", BAD_SLOTS), strict=True
-        ):
-            assert kind == "TransportError" and "rank 1 failed" in text and cause in text, text
 
 
 PUBLISHERS: list[tuple[dict[str, Any], str, str]] = [
@@ -188,7 +139,8 @@ PUBLISHERS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def refuse_to_publish(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(3)
+def test_bad_argument_of_one_publisher_is_raised_by_all(rank: Rank) -> None:
     rank.init("gloo", timeout_s=LONG_S)
     store = rank.make_store(LONG_S)
 
@@ -197,23 +149,17 @@ def refuse_to_publish(rank: Rank) -> list[tuple[str, str]]:
         weights.publish(1, {f"of rank {rank.rank}": torch.ones(2)})
         return weights
 
-    errors = []
-    for bad, _, _ in PUBLISHERS:
-        errors.append(error_of(lambda: publish(**(bad if rank.rank == 1 else {}))))  # noqa: B023
+    for bad, kind, cause in PUBLISHERS:
+        error = error_of(lambda: publish(**(bad if rank.rank == 1 else {})))  # noqa: B023
+        if rank.rank == 1:
+            check_error(error, kind, cause)
+        else:
+            check_error(error, "TransportError", "publisher 1/3", cause)
         dist.barrier()
         made = publish()
         dist.barrier()
         made.close()
         dist.barrier()
-    return errors
-
-
-def test_bad_argument_of_one_publisher_is_raised_by_all() -> None:
-    results = run_ranks(3, refuse_to_publish)
-    for i, (_, expected, cause) in enumerate(PUBLISHERS):
-        check_error(results[1][i], expected, cause)
-        for peer in (0, 2):
-            check_error(results[peer][i], "TransportError", "publisher 1/3", cause)
 
 
 @on_ranks(2)

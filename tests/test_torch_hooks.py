@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.functional_sgd import _FunctionalSGD
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks import Rank, error_of, on_ranks, run_ranks
+from ranks import Rank, error_of, on_ranks
 
 NUM_STEPS = 6
 LEARNING_RATE = 0.05
@@ -126,7 +126,9 @@ def train(
     return values + [parameter.detach() for parameter in model.parameters()]
 
 
-def train_on_both(rank: Rank, name: str) -> list[bool]:
+@pytest.mark.parametrize("name", [*HOOKS, *FAILING])
+@on_ranks(2)
+def test_hook_of_torch_gives_what_it_gives_on_gloo(rank: Rank, name: str) -> None:
     has_several_buckets, register = (HOOKS | FAILING)[name]
     rank.init()
     results: list[list[torch.Tensor]] = []
@@ -142,15 +144,11 @@ def train_on_both(rank: Rank, name: str) -> list[bool]:
         dist.barrier()
     if name in FAILING and errors[0][0] != "nothing":
         # Stacks below the first line depend on the thread that runs the callback.
-        return [len({(kind, text.partition("\n")[0]) for kind, text in errors}) == 1]
+        assert len({(kind, text.partition("\n")[0]) for kind, text in errors}) == 1, errors
+        return
     assert [error for error, _ in errors] == ["nothing"] * 2, errors
-    return [torch.equal(on_gloo, on_rota) for on_gloo, on_rota in zip(*results, strict=True)]
-
-
-@pytest.mark.parametrize("name", [*HOOKS, *FAILING])
-def test_hook_of_torch_gives_what_it_gives_on_gloo(name: str) -> None:
-    for are_equal in run_ranks(2, train_on_both, name):
-        assert all(are_equal), are_equal
+    are_equal = [torch.equal(*pair) for pair in zip(*results, strict=True)]
+    assert all(are_equal), are_equal
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["step", "interleaved"])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "_reconfigure"), reason="torch reconfigures from 2.15 on"
@@ -117,11 +117,8 @@ def test_members_that_disagree_all_raise(rank: Rank) -> None:
     assert kind == "Mismatch" and text.count("says that the members are") == 2, text
 
 
-def test_group_without_it_has_fixed_members() -> None:
-    run_ranks(1, fixed)
-
-
-def fixed(rank: Rank) -> None:
+@on_ranks(1)
+def test_group_without_it_has_fixed_members(rank: Rank) -> None:
     rank.init()
     assert not dist.distributed_c10d._supports_reconfigure()
     error = error_of(dist.distributed_c10d._get_reconfigure_handle)
