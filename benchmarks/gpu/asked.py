@@ -44,6 +44,8 @@ def asked(rows: Sequence[Row]) -> list[dict[str, Any]]:
         small = [row for row in waiting if row["algorithm"] == "low_latency"]
         what = f"low_latency to 8 KiB of {ranks} local ranks in a CUDA graph, µs"
         found.append(_figure(what, 6, _named(small, "p50_us"), smaller_is_better=True))
+    shares = _named(_rota(right, "all_reduce", ranks=2), "of_copy")
+    found.append(_figure("all_reduce of 2 local ranks, of a copy's rate", 0.85, shares))
     return found
 
 

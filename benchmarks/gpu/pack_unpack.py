@@ -9,6 +9,7 @@ whatever an entry actually moves, so that TB/s of entries with the same wire dty
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -43,7 +44,13 @@ def benchmark(bench: Bench) -> None:
             measure(bench, num_bytes, shape, num_tensors)
 
 
-def measure(bench: Bench, num_bytes: int, shape: str, num_tensors: int) -> None:
+def measure(
+    bench: Bench,
+    num_bytes: int,
+    shape: str,
+    num_tensors: int,
+    formats: Sequence[tuple[str, torch.dtype, bool]] = FORMATS,
+) -> None:
     """All entries at one size and shape; they share the gradients."""
     moved_bytes = num_bytes + num_bytes // 2
     sets = [
@@ -52,7 +59,7 @@ def measure(bench: Bench, num_bytes: int, shape: str, num_tensors: int) -> None:
     ]
     packs = bench.attempt("copy", partial(bench.copy_job, moved_bytes))
     unpacks = list(packs)
-    made = [bench.attempt(one[0], partial(rota_jobs, sets, *one)) for one in FORMATS]
+    made = [bench.attempt(one[0], partial(rota_jobs, sets, *one)) for one in formats]
     made.append(bench.attempt("torch", partial(torch_jobs, sets)))
     for jobs in made:
         packs += [pack for pack, _ in jobs]

@@ -138,7 +138,7 @@ def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[S
         _build_step(args, facts),
         step("first", "doctor", 15, "rota", "doctor", "--gpu", "--output", folder),
         tests("first", "order", 60, "tests/gpu", "-m", "order"),
-        step("first", "smoke", 15, "gpu.smoke", *small),
+        bench("first", "smoke", 15),
         bench("first", "fused_turn", 60),
         bench("first", "hops", 40),
         bench("first", "soak", 50),
