@@ -77,16 +77,10 @@ def _spans_hosts(ranks: Sequence[int]) -> bool:
 def create(
     options: GroupOptions, given: object, make_members: MakeMembers | None
 ) -> _C.ProcessGroupRota:
-    """Makes a group's backend.
+    """Makes a group's backend. An error with what the user passed as pg_options is raised by all
+    ranks, those of a subgroup at its first use.
 
-    Args:
-        options: the group's, from torch.
-        given: what the user passed as pg_options.
-        make_members: of a group whose members may change.
-
-    Raises:
-        TypeError, ValueError: `given` is of another backend, or has an unusable value; the other
-            ranks raise rota.TransportError, those of a subgroup at its first use.
+    make_members is for a group whose members may change.
     """
     ranks = StoreRanks(
         options.store, options.group_rank, options.group_size, options.global_ranks_in_group

@@ -18,14 +18,11 @@ from rota import _C, _torch
 
 
 def watch_block(leave: Callable[[], None]) -> None:
-    """Ends the block that torch's manager is starting once the manager is gone.
+    """Ends the block that torch's manager is starting, for rota by `leave`, once the manager is
+    gone.
 
-    Args:
-        leave: ends it for rota; does nothing if it has ended as it should.
-
-    Raises:
-        ValueError: the block is a batch_isend_irecv in which a message that is received shares
-            memory with another one. None has started.
+    Raises ValueError: the block is a batch_isend_irecv in which a message that is received shares
+    memory with another one. None has started.
     """
     block = _torch.coalescing_block(sys._getframe(1))
     if block is None:

@@ -117,11 +117,7 @@ def living_communicators() -> list[Communicator]:
 
 
 def communicator_named(name: str) -> Communicator:
-    """The living communicator of this process with this name.
-
-    Raises:
-        rota.RotaError: no living communicator has this name.
-    """
+    """The living communicator of this process with this name; RotaError if there is none."""
     communicator = _by_name.get(name)
     if communicator is None:
         living = ", ".join(f"'{other}'" for other in sorted(_by_name)) or "none"

@@ -30,11 +30,7 @@ class Engine(NamedTuple):
     for_cuda: Backend | None  # carries CUDA tensors; None: they go through the host's memory
 
     def connected(self, what: str, store: dist.Store) -> Backend:
-        """The backend, for what Python makes over it. Collective.
-
-        Raises:
-            ValueError, rota.TransportError: it cannot be used, or cannot connect the hosts.
-        """
+        """The backend, for what Python makes over it. Collective."""
         if self.problem:
             raise ValueError(f"{what}: {self.problem}")
         backend, problem = self.connect(store)
@@ -54,12 +50,9 @@ def engine_chooser(
 ) -> ChooseEngine:
     """Returns what chooses the engine of a group, once its ranks turn out to be on several hosts.
 
-    Args:
-        given: the user's own group, of the same ranks in the same order. None: a Gloo group is
-            made; GLOO_SOCKET_IFNAME chooses its interface. It is also made beside a group that has
-            no backend for the CPU.
-        timeout: of the Gloo group's connections.
-        check_peers: raises if a rank is gone; called while Gloo waits for the others.
+    That is `given`, the user's own group of the same ranks in the same order. Without one, and
+    beside one that has no backend for the CPU, a Gloo group is made; GLOO_SOCKET_IFNAME chooses its
+    interface. check_peers raises if a rank is gone; called while Gloo waits for the others.
     """
 
     def choose(rank: int, world_size: int) -> Engine:

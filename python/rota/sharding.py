@@ -72,12 +72,7 @@ def check_same_shards(
     name_of: Callable[[int], str],
     ranks: Sequence[int],
 ) -> None:
-    """Raises ValueError if ranks of one group, given by global rank, hold different shards.
-
-    Args:
-        caller: the public name for the error.
-        name_of: a tensor's name by its position.
-    """
+    """Raises ValueError if ranks of one group, given by global rank, hold different shards."""
     checked = set()
     for i, tensor in enumerate(tensors):
         dtensor = as_dtensor(tensor)

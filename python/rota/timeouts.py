@@ -25,11 +25,7 @@ def usable(timeout: timedelta) -> timedelta:
 
 
 def checked(timeout: object, what: str, default: D) -> timedelta | D:
-    """A caller's timeout as waits can use it; `default` for None.
-
-    Raises:
-        TypeError: it is no timedelta; the text begins with `what`, the name of the call.
-    """
+    """A caller's timeout as waits can use it; `default` for None. Errors begin with `what`."""
     if timeout is None:
         return default
     if not isinstance(timeout, timedelta):
@@ -38,11 +34,7 @@ def checked(timeout: object, what: str, default: D) -> timedelta | D:
 
 
 def checked_positive(timeout: object, what: str, default: timedelta) -> timedelta:
-    """As checked(), for what every wait of a new object may take.
-
-    Raises:
-        TypeError, ValueError: it is no timedelta, or not more than 0.
-    """
+    """As checked(), for what every wait of a new object may take: more than 0."""
     taken = checked(timeout, what, default)
     if timeout is not None and taken <= timedelta(0):
         raise ValueError(f"{what}: timeout is {timeout}, expected more than 0")

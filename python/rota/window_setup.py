@@ -42,8 +42,7 @@ def open_window(
 ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
     """Makes the window; returns this rank's part and those of the others on this host.
 
-    Args:
-        kind: of device that the caller has asked for.
+    `kind` of device is what the caller has asked for.
     """
     steps = JointSteps.over(pg, "Window")
     rank, world_size = steps.rank, steps.world_size

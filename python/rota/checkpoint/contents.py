@@ -55,11 +55,7 @@ class Contents:
 
     @classmethod
     def of(cls, state: object) -> Contents:
-        """Takes a state apart; copies nothing.
-
-        Raises:
-            TypeError: a tensor is not a dense one on the CPU, or a value cannot be pickled.
-        """
+        """Takes a state apart and copies nothing; TypeError for what cannot be saved."""
         names = {id(tensor): name for name, tensor in named_tensors(state)}
         looks: list[Look] = []
         tensors: list[torch.Tensor] = []
@@ -92,12 +88,7 @@ def match(
     saved: Sequence[Look], into: object
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """The tensors of `into` that take the saved ones, and their originals, in the saved order;
-    new tensors if it is None.
-
-    Raises:
-        TypeError: a tensor of `into` is not a dense one on the CPU.
-        Mismatch: names, shapes or dtypes differ; names the first.
-    """
+    new tensors if it is None."""
     if into is None:
         new = [look.empty() for look in saved]
         return new, new

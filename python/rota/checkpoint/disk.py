@@ -73,11 +73,7 @@ def identities(directory: Path, rank: int, world_size: int) -> list[Identity]:
 
 
 def read(directory: Path, identity: Identity, rank: int) -> tuple[Tail, Sequence[torch.Tensor]]:
-    """A rank's version: its tail, and its tensors in new memory.
-
-    Raises:
-        rota.TransportError: a tensor differs from its checksum.
-    """
+    """A rank's version: its tail, and its tensors in new memory, with the right checksums."""
     import torch.distributed.checkpoint as dcp
 
     folder = folder_of(directory, identity.step, rank, identity.world_size)

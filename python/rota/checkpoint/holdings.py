@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 class Slots:
-    """The memory of one rank's state.
-
-    Attributes:
-        next: the slot for the next version.
-    """
+    """The memory of one rank's state; `next` is the slot for the next version."""
 
     def __init__(self, memories: dict[int, Memory]) -> None:
         self.memories = memories
@@ -47,11 +43,8 @@ class Slots:
 
 
 class Holdings:
-    """The slots that this rank writes to, and the keeper that holds them.
-
-    Args:
-        is_in_use: whether memory is still read by someone else in this process.
-    """
+    """The slots that this rank writes to, and the keeper that holds them; is_in_use says whether
+    someone else in this process still reads memory."""
 
     def __init__(self, link: KeeperLink, is_in_use: Callable[[Memory], bool]) -> None:
         self._link = link
@@ -94,11 +87,7 @@ class Holdings:
                 continue
 
     def room(self, owner: int, num_bytes: int) -> Memory:
-        """Memory of at least num_bytes in the next slot, in which there is no version any more.
-
-        Raises:
-            rota.TransportError: there is too little memory. The other slot is as it was.
-        """
+        """Memory of at least num_bytes in the next slot, without a version; the other stays."""
         slots = self.slots(owner)
         slot = slots.next
         memory = slots.memories.get(slot)

@@ -33,17 +33,9 @@ class KeeperLost(Exception):
 class KeeperLink:
     """One rank's connection; one thread at a time may use it.
 
-    Args:
-        job: of the rank; ranks of other jobs have other keepers.
-        meeting: of the store in which the job's living ranks meet; other jobs meet elsewhere.
-        rank: this one.
-        linger_s: how long the keeper stays when nobody is left.
-        launcher: the pid of a process that may start ranks again, as long as it runs; None if
-            there is none.
-        timeout_s: of finding or starting the keeper, and of each request.
-
-    Attributes:
-        pid: the keeper's.
+    The meeting is that of the store in which the job's living ranks meet. The launcher may start
+    ranks again as long as it runs. timeout_s is of finding or starting the keeper, and of each
+    request. pid is the keeper's.
     """
 
     job: str
@@ -72,14 +64,7 @@ class KeeperLink:
         return not poll.poll(0)
 
     def connect(self) -> None:
-        """Joins the keeper, and starts it if there is none. Blocks for milliseconds.
-
-        Raises:
-            rota.Mismatch: another living process has this rank, the keeper is of another version,
-                or another job has this one's name.
-            rota.TransportError: the keeper does not start, or is another user's.
-            rota.Timeout: it does not answer.
-        """
+        """Joins the keeper, and starts it if there is none. Blocks for milliseconds."""
         self._check_process()
         deadline = time.monotonic() + self.timeout_s
         while True:

@@ -43,13 +43,7 @@ def replica_holders(claims: Sequence[RankClaim]) -> dict[int, int]:
 
 
 class Exchange:
-    """Versions that leave and come at the same time.
-
-    Args:
-        engine: connects all ranks.
-        who: names a rank in errors.
-        timeout: of each message.
-    """
+    """Versions that leave and come at the same time, over an engine that connects all ranks."""
 
     def __init__(self, engine: Any, who: Callable[[int], str], timeout: timedelta) -> None:
         self._engine = engine  # a backend of c10d; torch's stubs lack send and recv
@@ -62,16 +56,10 @@ class Exchange:
         sources: dict[int, int],
         make_room: MakeRoom,
     ) -> None:
-        """Sends versions, and receives others into new memory. Blocks.
+        """Sends versions, by receiver, and receives others into new memory. Blocks.
 
-        Args:
-            sends: by receiver; None for one that this rank has failed to make.
-            sources: the sender of each owner's version that comes here.
-            make_room: for what comes.
-
-        Raises:
-            rota.TransportError: a sender has failed, or memory for what it sends is short.
-            rota.PeerFailed: the connection to a rank is lost.
+        A version that this rank has failed to make is None. Sources are the senders, by owner, of
+        what comes here.
         """
         lengths = {owner: torch.zeros(1, dtype=torch.int64, device="cpu") for owner in sources}
         works = [

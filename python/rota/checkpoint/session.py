@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rota.checkpoint.contents import WHAT
 from rota.checkpoint.version import Identity
 from rota.errors import Mismatch, PeerFailed, RotaError, Timeout
-from rota.rendezvous.claims import Claim, Claims, has_seen
+from rota.rendezvous.claims import Claim, Claims
 from rota.rendezvous.joint import JointSteps
 from rota.rendezvous.polling import LAST_POLL_S
 
@@ -57,13 +57,8 @@ class RankClaim(Claim):
 class Session(JointSteps):
     """What the ranks have agreed on; each takes part until one of them fails.
 
-    Args:
-        store: of the claims.
-        left: returns ranks of this host that have ended.
-
-    Attributes:
-        number: greater than that of every version that a rank can read.
-        token: of this session alone.
+    Its number is greater than that of every version that a rank can read; its token is of it alone.
+    `left` returns ranks of this host that have ended.
     """
 
     _last_pause_s = LAST_POLL_S
@@ -111,14 +106,7 @@ class Session(JointSteps):
     def run(self, part: Callable[[], T], deadline: float, step: int = -1) -> T:
         """Runs this rank's part, and blocks until all ranks have run theirs; returns its result.
 
-        Args:
-            step: that it saves; -1 if none.
-
-        Raises:
-            rota.RotaError: a rank has failed; of the kind of its error.
-            rota.Mismatch: a rank has saved another step.
-            rota.PeerFailed: a rank of this host has ended, or any has begun another session.
-            rota.Timeout: a rank did not come in time; names it.
+        `step` is what it saves. Raises rota.PeerFailed also where a rank has begun another session.
         """
         result: list[T] = []
 
@@ -170,13 +158,7 @@ class Session(JointSteps):
 
 
 class Sessions(Claims[RankClaim]):
-    """The keys of one name.
-
-    Args:
-        store: the user's.
-        name: of the checkpoint.
-        why_ended: says how a rank has ended, if that is known; otherwise an empty text.
-    """
+    """The keys of one name in the user's store."""
 
     def __init__(
         self, store: dist.Store, name: str, why_ended: Callable[[int], str] | None = None
@@ -185,17 +167,7 @@ class Sessions(Claims[RankClaim]):
         self._last: Session | None = None
 
     def begin(self, own: RankClaim, deadline: float, left: Callable[[], list[int]]) -> Session:
-        """Blocks until all ranks have seen the same claims.
-
-        Args:
-            left: returns ranks of this host that have ended.
-
-        Raises:
-            rota.PeerFailed: a rank of this host has ended after it came, or any before.
-            rota.Mismatch: another process has taken this rank, or ranks differ in world_size or
-                in what they call.
-            rota.Timeout: a rank did not come in time; names it.
-        """
+        """Blocks until all ranks have seen the same claims; `left` returns ended ones of here."""
         token = ""  # of what this rank has seen all agree on last
 
         def have_begun(claims: Sequence[RankClaim] = ()) -> bool:
@@ -206,21 +178,17 @@ class Sessions(Claims[RankClaim]):
                 _store_of(self.store, token).add("begun", 1)
             return token != "" and _store_of(self.store, token).add("begun", 0) == own.world_size
 
-        def check(claims: Sequence[RankClaim | None], seen: Sequence[str | None]) -> None:
-            there = [(claim, text) for claim, text in zip(claims, seen, strict=True) if claim]
-            for claim, _ in there:
-                if claim.rank == own.rank and claim.token != own.token:
+        def check(
+            claims: Sequence[RankClaim | None], met: Sequence[RankClaim], alike: Sequence[RankClaim]
+        ) -> None:
+            for claim in claims:
+                if claim and claim.rank == own.rank and claim.token != own.token:
                     raise Mismatch(
                         f"{own.what}: there are two processes of rank {own.rank}: pid {own.pid} on "
                         f"host {own.host}, and pid {claim.pid} on host {claim.host}; give each a "
                         f"rank of its own"
                     )
-            # What has not seen this rank's claim may be left from an earlier start, or start again.
-            met = [claim for claim, text in there if has_seen(claim, own, text)]
-            for claim, what in itertools.product(met, ("world_size", "call")):
-                # It has waited in vain with this rank, which is about to find that, and goes on.
-                if claim.attempt != own.attempt and len(met) < own.world_size:
-                    continue
+            for claim, what in itertools.product(alike, ("world_size", "call")):
                 if getattr(claim, what) != getattr(own, what):
                     raise Mismatch(
                         f"{WHAT}: ranks disagree: {own.who} has {what} {getattr(own, what)!r}, "

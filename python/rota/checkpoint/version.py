@@ -120,11 +120,7 @@ class Memory:
 
     @classmethod
     def reserve(cls, num_bytes: int) -> Memory:
-        """New memory, all of which is there.
-
-        Raises:
-            rota.TransportError: there is too little; names the bytes needed and free.
-        """
+        """New memory, all of which is there; TransportError if there is too little."""
         free = _C.available_memory()
         if num_bytes > free:
             raise _too_little(num_bytes, "that is more than there is")
@@ -142,11 +138,7 @@ class Memory:
 
     @classmethod
     def open(cls, fd: int) -> Memory:
-        """Maps what another process has made; takes the descriptor over.
-
-        Raises:
-            rota.TransportError: it is not sealed.
-        """
+        """Maps sealed memory that another process has made; takes the descriptor over."""
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise TransportError(f"{WHAT}: the keeper holds memory that is not sealed")
@@ -219,14 +211,8 @@ class Version:
         return list(_layout(self.tail.looks).views(self.memory.bytes).values())
 
     def copy_to(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """Copies the tensors out, and compares the checksums of what was copied.
-
-        Args:
-            tensors: like the saved ones, on the CPU, of any strides.
-
-        Returns:
-            The name of the first damaged tensor; later ones are not copied.
-        """
+        """Copies to tensors of any strides, and compares checksums; returns the name of the first
+        damaged one, after which none is copied."""
         checksums = iter(array("Q", self.tail.checksums))
         for tensor, saved, look in zip(tensors, self.tensors(), self.tail.looks, strict=True):
             target = tensor if is_flat(tensor) else look.empty()

@@ -24,7 +24,7 @@ import rota
 from rota import _C
 from rota.gpu import CPU_BUILD
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _NEEDED_BYTES = 256 << 20  # the kernels and the self-test's tensors, with room for allocators
 # nvidia-smi's query fields, and their names in the record.
 _GPU_STATE = {
@@ -38,7 +38,7 @@ _GPU_STATE = {
 }
 
 
-class Refusal(Exception):
+class CannotTest(Exception):
     """Why nothing can be tested, and what to do about it: one sentence."""
 
 
@@ -55,15 +55,14 @@ def run(output: Path) -> int:
         device = _find_gpu()
         _check_memory(device)
         _check_output(output)
-    except Refusal as refusal:
-        print(f"rota doctor --gpu: {refusal}", file=sys.stderr)
+    except CannotTest as problem:
+        print(f"rota doctor --gpu: {problem}", file=sys.stderr)
         return 2
     record = _facts(device)
     print(f"rota doctor --gpu on {record['gpu']}, driver {record['driver']}")
     self_test = _self_test(device)
     passed: bool = self_test["passed"]
     record["self_test"] = self_test
-    record["smoke"] = []  # the format has room for figures; benchmarks/gpu/smoke.py takes them
     record["gpu_state"] = _gpu_state(device)
     path = output / f"gpu-{_slug(record['gpu'])}-{record['date']}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
@@ -77,13 +76,13 @@ def run(output: Path) -> int:
 
 def _find_gpu() -> torch.device:
     if not _C.cuda_archs():
-        raise Refusal(CPU_BUILD)
+        raise CannotTest(CPU_BUILD)
     try:
         _C.cuda_devices()
     except rota.TransportError as error:
         if "cudaErrorInsufficientDriver" not in str(error):
-            raise Refusal(f"no GPU can be used: {error}") from error
-        raise Refusal(
+            raise CannotTest(f"no GPU can be used: {error}") from error
+        raise CannotTest(
             f"the NVIDIA driver here is older than CUDA {torch.version.cuda}, which torch and rota "
             f"were built for (cudaErrorInsufficientDriver); update the driver, or install a build "
             f"of torch for an older CUDA and build rota anew"
@@ -103,7 +102,7 @@ def _check_memory(device: torch.device) -> None:
     if free_bytes >= _NEEDED_BYTES:
         return
     holders = _memory_holders()
-    raise Refusal(
+    raise CannotTest(
         f"{free} of the GPU's memory is free and {needed} are needed; "
         + (f"it is held by {holders}" if holders else "end the processes that hold it")
     )
@@ -111,9 +110,9 @@ def _check_memory(device: torch.device) -> None:
 
 def _check_output(output: Path) -> None:
     if not output.is_dir():
-        raise Refusal(f"--output is {output}, expected a folder that exists")
+        raise CannotTest(f"--output is {output}, expected a folder that exists")
     if not os.access(output, os.W_OK):
-        raise Refusal(f"--output is {output}, where this user may not write")
+        raise CannotTest(f"--output is {output}, where this user may not write")
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
@@ -121,7 +120,6 @@ def _facts(device: torch.device) -> dict[str, Any]:
     return {
         "format": _FORMAT_VERSION,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "small": False,
         "gpu": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "memory_bytes": properties.total_memory,

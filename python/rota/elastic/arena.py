@@ -15,11 +15,7 @@ from rota.shared.memory import empty, map_pages, unmap_pages
 
 
 class Arena:
-    """Places for storages, in memory that the processes of the host can read.
-
-    Args:
-        lengths: of the storages, in bytes.
-    """
+    """Places for storages of these lengths, in memory that the processes of the host can read."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -43,26 +39,15 @@ class Arena:
         return _C.checksum(self.bytes)
 
     def prepare(self, address: str, who: str, timeout: timedelta) -> None:
-        """Maps this arena, and that of another process for fetch(), page by page.
-
-        Raises:
-            rota.TransportError, rota.Timeout: that process has ended, is on another host, or does
-                not answer.
-        """
+        """Maps this arena, and that of another process of this host for fetch(), page by page."""
         map_pages(self.bytes)
         opened = _C.OpenedTensor(address, who, timeout)
         map_pages(opened.bytes)
         self._opened = address, opened
 
     def fetch(self, address: str, who: str, timeout: timedelta) -> int:
-        """Copies another process's arena of the same lengths into this one; keeps that mapped.
-
-        Returns:
-            The checksum of what was copied.
-
-        Raises:
-            rota.TransportError: that process has ended.
-        """
+        """Copies another process's arena of the same lengths, and keeps it mapped; returns the
+        checksum of what was copied."""
         if self._opened is None or self._opened[0] != address:
             self._opened = address, _C.OpenedTensor(address, who, timeout)
         return _C.copy_with_checksum(self.bytes, self._opened[1].bytes)
@@ -95,9 +80,8 @@ def lies_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
 def put_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """Moves a tensor's storage to a place, with its contents.
 
-    Returns:
-        False if the contents were only copied: the storage is on another device, or in memory that
-        is not torch's own.
+    False if these were only copied: the storage is on another device, or in memory that is not
+    torch's own.
     """
     if lies_on(tensor, place) or _C.move_storage(tensor, place, copies=True):
         return True

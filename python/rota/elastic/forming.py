@@ -32,15 +32,9 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 class Forming:
-    """One attempt to form a generation, on one of its members.
+    """One attempt to form a generation, on one of its members, under a uuid that no other has used.
 
-    Args:
-        documents: the job's.
-        own: this process.
-        processes: tells which others run.
-        uuid: of the generation; no attempt has used it.
-        handles: of the members by rank, or their texts, as this process was given them.
-        timeout: of each wait for members that live.
+    It is given the members' handles by rank, and waits for those that live until the timeout.
     """
 
     def __init__(
@@ -73,14 +67,7 @@ class Forming:
         return self._handles
 
     def agree(self) -> None:
-        """Blocks until all members have said the same.
-
-        Raises:
-            ValueError: the uuid was used before, or the handles that a member was given are bad.
-            rota.Mismatch: members were given different ones.
-            rota.PeerFailed: a member is gone.
-            rota.Timeout: a living member does not come.
-        """
+        """Blocks until all members have said the same."""
         self._say()
         pauses = NamedPauses(self._prefix(), self._timeout)
         disagreed_at: float | None = None

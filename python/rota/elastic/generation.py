@@ -111,11 +111,7 @@ class Generation:
         return bool(self._flag[0])
 
     def check_peers(self) -> None:
-        """Raises if a member has ended or gone on; while ranks make something together.
-
-        Raises:
-            rota.PeerFailed: names the member.
-        """
+        """Raises rota.PeerFailed if a member has ended or gone on; for what ranks make together."""
         if self._forming is not None:
             return self._forming.check()
         self._check_gone()
@@ -129,11 +125,7 @@ class Generation:
             raise PeerFailed(f"rota.elastic: {self}: {who} has died or left")
 
     def end(self, reason: str) -> None:
-        """Ends everything that was made in it, here and for whoever waits elsewhere. Idempotent.
-
-        Args:
-            reason: for errors.
-        """
+        """Ends everything that was made in it, here and for whoever waits elsewhere. Idempotent."""
         if self._has_ended:
             return
         self._has_ended = True

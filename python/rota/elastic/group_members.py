@@ -19,12 +19,7 @@ Connect = Callable[[dist.Store, int, int, Callable[[], None]], None]
 
 
 class GroupMembers:
-    """This process among those that may be members of one group.
-
-    Args:
-        store: of the group, which outlives all processes; supports compare_set.
-        timeout: of each wait for a process that lives, unless reconfigure() gets one.
-    """
+    """This process among those that may be members of one group, whose store outlives all."""
 
     def __init__(self, store: dist.Store, timeout: timedelta) -> None:
         self._store = dist.PrefixStore("rota/members", store)
@@ -46,16 +41,10 @@ class GroupMembers:
         timeout: timedelta | None,
         connect: Connect,
     ) -> None:
-        """Blocks until all members have agreed and connected.
+        """Blocks until all members have agreed and connected; handles are by rank if ordered.
 
-        Args:
-            uuid: that no reconfiguration of this group has used, also none that failed.
-            handles: of the members, by rank if they are ordered.
-            connect: called with a store for this uuid alone, this process's rank, the number of
-                members, and what raises if one of them is gone.
-
-        Raises:
-            what `rota.elastic.Membership.reconfigure` raises; all members raise.
+        `connect` gets a store for this uuid alone, the rank, the number of members, and what raises
+        if one of them is gone. Raises what `rota.elastic.Membership.reconfigure` raises.
         """
         forming = Forming(
             self._documents,

@@ -85,11 +85,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, state: object) -> None:
-        """Copies a state, in one pass over its tensors, which are found wherever pickle finds them.
-
-        Raises:
-            pickle.PicklingError, TypeError, AttributeError: a value cannot be pickled.
-        """
+        """Copies a state, in one pass over its tensors, which are found wherever pickle does."""
         rest, tensors = take_apart(state)
         copies = []
         # The next take() writes to the copies, maybe outside of inference mode.
@@ -138,19 +134,11 @@ class Part:
         return self.target.state_dict()
 
     def load(self, state: Any, storage_on: StorageOn) -> None:
-        """Takes a state of save() from another process.
-
-        Args:
-            storage_on: the kept storage with this number and length.
-        """
+        """Takes a state of save() from another process; storage_on gives kept storages."""
         self.target.load_state_dict(state)
 
     def remember(self) -> None:
-        """Copies what a step changes before it can fail.
-
-        Raises:
-            TypeError: a value cannot be pickled.
-        """
+        """Copies what a step changes before it can fail."""
         snapshot = self._snapshot or Snapshot()
         try:
             snapshot.take(self.volatile())
@@ -332,11 +320,7 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def pickled_state(name: str, state: object, place_of: Callable[[torch.Tensor], object]) -> bytes:
-    """pickle_without() for a part's state.
-
-    Raises:
-        TypeError: a value cannot be pickled.
-    """
+    """pickle_without() for a part's state; TypeError if a value cannot be pickled."""
     try:
         return pickle_without(state, place_of)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -97,12 +97,7 @@ _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKey
 def communicator_of(
     process_group: dist.ProcessGroup | None, engine: dist.ProcessGroup | None = None
 ) -> Communicator:
-    """The communicator that all hooks of a group share; the first call makes it, with this engine.
-
-    Raises:
-        ValueError: it has been made with another engine.
-        rota.PeerFailed: another rank has raised an error, which the text names.
-    """
+    """The communicator that all hooks of a group share; the first call makes it."""
     group = _group_of(process_group)
     return _shared.setdefault(group, _Shared()).communicator(group, engine)
 
@@ -113,7 +108,7 @@ def tell_peers_of(process_group: dist.ProcessGroup | None, reason: str) -> None:
     _shared.setdefault(group, _Shared()).tell(group, reason)
 
 
-class _Bucket(threading.local):
+class _BucketUnderWay(threading.local):
     """The bucket that DDP has given to a hook of this thread."""
 
     graph_task = -1
@@ -121,7 +116,7 @@ class _Bucket(threading.local):
     before: torch.futures.Future[torch.Tensor] | None = None  # of the one before, in its pass
 
 
-_bucket = _Bucket()
+_bucket = _BucketUnderWay()
 
 
 def future_of(

@@ -135,12 +135,7 @@ class SeenParameters:
         self._new.append((index, [weakref.ref(parameter) for parameter in parameters]))
 
     def end(self, seen: Set[int], is_same_model: bool) -> bool:
-        """Call it after a pass; returns whether it can belong to the same model as those before.
-
-        Args:
-            seen: all parameters of the pass, by id().
-            is_same_model: it does, as is known otherwise.
-        """
+        """Ends a pass over `seen` (by id()); whether it can be of the model of those before."""
         new, self._new = self._new, []
         if not new:
             return True

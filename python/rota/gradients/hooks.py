@@ -10,8 +10,7 @@ is ever made. Contributions and the result are rounded once each, and sums are k
 import torch
 import torch.distributed as dist
 
-from rota.errors import RotaError
-from rota.gradients.communicators import communicator_of, future_of, tell_peers_of
+from rota.gradients.communicators import communicator_of, future_of
 from rota.gradients.state import HookState, telling_peers
 
 
@@ -55,14 +54,9 @@ def _average(
     wire_dtype: torch.dtype | None,
 ) -> torch.futures.Future[torch.Tensor]:
     def start() -> torch.futures.Future[torch.Tensor]:
-        try:
+        with telling_peers(process_group):
             communicator = communicator_of(process_group)
             return communicator.all_reduce_future(bucket.buffer(), "avg", wire_dtype)
-        except Exception as error:
-            if dist.is_initialized() and not isinstance(error, RotaError):  # of which peers know
-                group = process_group if isinstance(process_group, dist.ProcessGroup) else None
-                tell_peers_of(group, str(error))
-            raise
 
     return future_of(bucket, start)
 

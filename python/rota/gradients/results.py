@@ -48,7 +48,7 @@ class _Mark(NamedTuple):
         )
 
 
-class _Bucket(NamedTuple):
+class _Reduced(NamedTuple):
     """What to check of a bucket at the end of the backward pass."""
 
     parameters: Sequence[weakref.ref[torch.Tensor]]
@@ -126,27 +126,31 @@ class Results:
 
     def __init__(self, model_group: ModelGroup | None) -> None:
         self._model_group = model_group
-        # Whether all gradients of the last backward pass have been written.
-        self.is_complete = False
         # The number of complete backward passes so far, which identifies the last one.
         self.generation = 0
-        self.loss_scale = 1.0  # by which its gradients were divided
+        self._dropped = False  # the stats count something that is in no gradient
+        self._norm_factor = 1.0
+        self._check_results: Callable[[], None] = lambda: None  # of the last bucket's communicator
+        self._at_next_backward: list[Callable[[], None]] = []
+        self._clear(loss_scale=1.0)
+        self._is_closed = True  # it gets no more buckets
+
+    def _clear(self, loss_scale: float) -> None:
+        # Whether all gradients of the last backward pass have been written.
+        self.is_complete = False
+        self.loss_scale = loss_scale  # by which its gradients were divided
         self.outcome = self._new_outcome()
         self.seen: set[int] = set()  # all parameters in its buckets, by id()
-        self._is_closed = True  # it gets no more buckets
+        self._is_closed = False
         # Those that its buckets came in and that are not over: by id, what dies with the task.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        self._buckets: list[_Bucket] = []  # until it is closed and complete
+        self._buckets: list[_Reduced] = []  # until it is closed and complete
         # For each bucket, float64: number of non-finite elements, sum of squares.
         self._stats: list[torch.Tensor] = []
-        self._check_results: Callable[[], None] = lambda: None  # of the last bucket's communicator
         # The sum of all ranks' stats, if the model lies on several ranks.
         self._model_stats: torch.futures.Future[torch.Tensor] | None = None
         self._totals: tuple[bool, float] | None = None  # the totals of the stats, once read
         self._marks: dict[int, _Mark] = {}  # by identity of the parameter
-        self._dropped = False  # the stats count something that is in no gradient
-        self._norm_factor = 1.0
-        self._at_next_backward: list[Callable[[], None]] = []
 
     # ---- written by the hook
 
@@ -158,17 +162,7 @@ class Results:
     def begin(self, loss_scale: float) -> None:
         """Call it before the first bucket of a reduction."""
         self._start_model_sum()
-        self.is_complete = False
-        self.loss_scale = loss_scale
-        self.outcome = self._new_outcome()
-        self.seen = set()
-        self._is_closed = False
-        self._tasks = {}
-        self._buckets = []
-        self._stats = []
-        self._model_stats = None
-        self._totals = None
-        self._marks = {}
+        self._clear(loss_scale)
         callbacks, self._at_next_backward = self._at_next_backward, []
         for callback in callbacks:
             callback()
@@ -206,7 +200,7 @@ class Results:
             gradient = parameter.grad if may_have_unused and parameter is not None else None
             if gradient is not None and gradient.untyped_storage().data_ptr() != memory:
                 versions[i] = _torch.version_of(gradient)
-        self._buckets.append(_Bucket(parameters, versions))
+        self._buckets.append(_Reduced(parameters, versions))
         self._stats.append(stats)
         self._check_results = check_results
 

@@ -31,6 +31,11 @@ from rota.sharding import as_dtensor, shard_of_rank
 
 # All live states: clip_grad_norm_ finds a state by the parameters that it saw.
 live_states: weakref.WeakSet[HookState] = weakref.WeakSet()
+# What a copy of a state has of it, beside its groups and its model.
+_OPTIONS = (
+    *("wire_dtype", "block_scaling", "inter_wire_dtype", "stochastic_rounding", "error_feedback"),
+    *("loss_scale", "gradient_predivide_factor", "algorithm", "num_shards"),
+)
 
 
 class HookState:
@@ -337,17 +342,7 @@ class HookState:
         return _restore, (self._options(), self.state_dict())
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "wire_dtype": self.wire_dtype,
-            "block_scaling": self.block_scaling,
-            "inter_wire_dtype": self.inter_wire_dtype,
-            "stochastic_rounding": self.stochastic_rounding,
-            "error_feedback": self.error_feedback,
-            "loss_scale": self.loss_scale,
-            "gradient_predivide_factor": self.gradient_predivide_factor,
-            "algorithm": self.algorithm,
-            "num_shards": self.num_shards,
-        }
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     @property
     def communicator(self) -> Communicator:
@@ -454,11 +449,10 @@ class HookState:
         return future
 
     def replace_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Call it when the list of parameters that are reduced, or a shape in it, is new.
+        """Takes another list of parameters to reduce, or the same in other shapes.
 
-        Raises:
-            ValueError: the list shares no parameter with the one before, whose model still exists,
-                and is not of the state's `model`.
+        Raises ValueError: it has no parameter of the list before, whose model still exists, and
+        `model` does not have them.
         """
         model = self._model
         is_same_model = model is not None and None not in map(model.name, parameters)
@@ -470,12 +464,7 @@ class HookState:
         self._entries.clear()
 
     def check_can_take_copies(self) -> None:
-        """Whether take_copies() may be called.
-
-        Raises:
-            ValueError: the state has reduced gradients before, or has an option that is only for
-                those.
-        """
+        """Raises ValueError: the state has reduced gradients, or has an option only for those."""
         if not self._parameters.are_none or isinstance(self._model, NamedCopies):
             raise ValueError(
                 "rota.HookState: the state is in use for something else; make one of its own for "
@@ -494,10 +483,8 @@ class HookState:
 
     def take_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
         """Makes this the state of copies of parameters, under the names of the parameters.
-
-        They may be reduced in parts; residuals of all exist from now on.
-
-        Raises what check_can_take_copies() raises.
+        They may be reduced in parts; residuals of all exist from now on. Raises what
+        check_can_take_copies() raises.
         """
         self.check_can_take_copies()
         self._model = NamedCopies(copies)
@@ -599,8 +586,9 @@ def telling_peers(state: object) -> Iterator[None]:
 
 
 def tell_peers(state: object, reason: str) -> None:
-    """Makes the reductions of the other ranks fail with this reason."""
+    """Makes the reductions of the other ranks of a state, or of a group, fail with this reason."""
+    group = state.group if isinstance(state, HookState) else state
     with contextlib.suppress(RotaError, ValueError):  # an error here would only hide `reason`
-        tell_peers_of(state.group if isinstance(state, HookState) else None, reason)
+        tell_peers_of(group if isinstance(group, dist.ProcessGroup) else None, reason)
     if isinstance(state, HookState) and state.model_group is not None:
         state.model_group.abort(reason)

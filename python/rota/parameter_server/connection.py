@@ -29,14 +29,7 @@ class Connection:
     """This rank's part: what it works with, and what it serves with.
 
     Making one is collective; it blocks until all ranks have the initial parameters, which are those
-    of rank 0.
-
-    Args:
-        steps: for addresses.
-        window: for signals; has the channel of pushes.
-        setup: what to make.
-        parameters: this rank's, by number; written.
-        timeout: of opening another rank's memory.
+    of rank 0. `parameters` are this rank's, by number, and get them.
     """
 
     def __init__(
@@ -157,8 +150,7 @@ class Connection:
     def prepare(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> ServerShard | None:
         """This server's shard of a state, which has been checked; not published yet.
 
-        Raises:
-            ValueError: the state is of another optimizer.
+        Raises ValueError: the state is of another optimizer.
         """
         number, shard, setup = self._number, self.shard, self._setup
         if number is None or shard is None or self._memory is None:

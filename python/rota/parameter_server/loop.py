@@ -39,11 +39,7 @@ class Ward(NamedTuple):
 class ServerLoop:
     """The loop, which runs once, here or in a thread of its own.
 
-    Args:
-        window: workers ring it after a push, and when they leave.
-        mailboxes: of the workers, by rank.
-        shards: that this server updates.
-        wards: that it may have to update later.
+    Workers, whose mailboxes are by rank, ring the window after a push and when they leave.
     """
 
     def __init__(
@@ -125,10 +121,7 @@ class ServerLoop:
         return bool(gone)
 
     def replace(self, old: ServerShard, new: ServerShard, timeout: timedelta) -> None:
-        """Goes on with another shard, which it publishes, and returns when it has.
-
-        Raises TimeoutError if the loop has ended.
-        """
+        """Goes on with another shard, once that is published; TimeoutError: the loop has ended."""
 
         def run() -> None:
             self._shards[self._shards.index(old)] = new

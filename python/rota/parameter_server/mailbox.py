@@ -20,12 +20,7 @@ PUSHED, LEFT, LOOKED, ASKED, NUM_WORDS = range(5)
 
 
 class Mailbox:
-    """The worker's side.
-
-    Args:
-        layout: of a push.
-        error_feedback: add each rounding error to the next push (Seide et al. 2014).
-    """
+    """The worker's side; error_feedback adds each rounding error to the next push."""
 
     def __init__(self, layout: PushLayout, error_feedback: bool) -> None:
         self._layout = layout
@@ -57,10 +52,8 @@ class Mailbox:
     ) -> None:
         """Fills the next slot, which nobody reads any more, and publishes it.
 
-        Args:
-            values: by number; zeroes for None.
-            bases: the parameters that they were computed from; used if the layout keeps them.
-            versions: of each shard, last pulled.
+        values, by number, are zeroes for None; bases are the parameters that they were computed
+        from, used if the layout keeps them; versions are those of each shard as last pulled.
         """
         index = self.clock % NUM_SLOTS
         slot = self._slots[index]

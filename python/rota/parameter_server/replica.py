@@ -30,12 +30,7 @@ _SPARE_BYTES = 1 << 16
 
 class StateLayout(AlignedLayout[str | int]):
     """Where a server's state lies in a save: "rest", its "length", and the optimizer's tensors by
-    number; found with a step of a probe.
-
-    Args:
-        share: the shard's.
-        make_optimizer: called with parameters of zeroes; None if there is no optimizer.
-    """
+    number; found with a step of a probe, unless there is no optimizer."""
 
     def __init__(self, share: Share, make_optimizer: MakeOptimizer | None) -> None:
         rest = b""
@@ -67,11 +62,8 @@ class Replica(DoubleBuffer[Views[str | int]]):
         optimizer: torch.optim.Optimizer | None,
         num_updates: int,
     ) -> None:
-        """Saves what belongs to a version that is published.
-
-        Raises:
-            RuntimeError: the optimizer's state is not laid out as after its first step.
-        """
+        """Saves what belongs to a published version; the optimizer may have no other state than
+        after its first step."""
         state_dict, looks = None, self._layout.looks
         # Before its first step an optimizer has no state, or one that needs no tensors.
         if optimizer is not None and (optimizer.state or not looks):
@@ -97,13 +89,7 @@ class Replica(DoubleBuffer[Views[str | int]]):
 
 
 class OpenedReplica(OpenedDoubleBuffer[Views[str | int]]):
-    """The saves of another server.
-
-    Args:
-        layout: of the shard's state.
-        saves: the other server's memory.
-        published: the versions of the shard, there.
-    """
+    """The saves of another server, which has published the versions of its shard."""
 
     def __init__(
         self,

@@ -52,12 +52,7 @@ def numbers_by_group(
 def by_number(
     state_dict: Mapping[str, Any], groups: Sequence[Sequence[int]]
 ) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """An optimizer's state and options of each parameter.
-
-    Args:
-        state_dict: the optimizer's.
-        groups: as from numbers_by_group().
-    """
+    """An optimizer's state and options of each parameter, in groups as from numbers_by_group()."""
     states: dict[int, dict[str, Any]] = {}
     options: dict[int, dict[str, Any]] = {}
     for group, numbers in zip(state_dict["param_groups"], groups, strict=True):
@@ -152,11 +147,7 @@ def residuals_of(
     state_dict: Mapping[str, Any], shapes: Mapping[str, torch.Size], worker: int, num_workers: int
 ) -> dict[str, torch.Tensor]:
     """What error feedback owes of a state, by name; empty if another worker, or one of another
-    number of workers, has saved it.
-
-    Raises:
-        ValueError: it is not of these parameters.
-    """
+    number of workers, has saved it."""
     residuals: dict[str, torch.Tensor] = state_dict.get("residuals", {})
     saved_by = state_dict.get("worker"), state_dict.get("num_workers")
     if not residuals or saved_by != (worker, num_workers):
@@ -178,17 +169,10 @@ def for_optimizer(
     probed: Mapping[str, Any],
     may_grow: bool,
 ) -> dict[str, Any]:
-    """What a server's optimizer loads: copies of its parameters' part of a state.
+    """What a server's optimizer loads: copies of its parameters' part of a checked state.
 
-    Args:
-        state_dict: the state, checked.
-        names: of all parameters, by number.
-        groups: as from numbers_by_group().
-        probed: the state_dict() of one like it after a step.
-        may_grow: a state may have more entries than that.
-
-    Raises:
-        ValueError: it is the state of another optimizer.
+    `probed` is the state_dict() of an optimizer like it after a step; a state has as many entries,
+    or more if it may grow.
     """
     saved = state_dict["optimizer"]
     packed: dict[str, Any] = {"state": {}, "param_groups": []}

@@ -453,8 +453,7 @@ class ParameterServer:
         steps.step(pull)  # before anyone can push
 
     def _check_none_serves(self, load: int) -> None:
-        """Raises RuntimeError if a dedicated server went to serve() without taking part in a load,
-        which is given by number."""
+        """Raises RuntimeError if a dedicated server serves without having taken part in a load."""
         for rank in set(self._servers) - set(self.workers):
             key = _serving_key(rank)
             if self._store.check([key]) and int(self._store.get(key)) <= load:

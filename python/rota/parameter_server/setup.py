@@ -54,12 +54,7 @@ class PushLayout:
     """Where the parts of a push lie in a slot; the same on all ranks.
 
     The sections of a slot are "versions", of each shard as last pulled, and of each server "values"
-    and, where kept, "base".
-
-    Args:
-        shapes: of the parameters, by number.
-        wire: what the numbers are rounded to.
-        keeps_base: whether a push also holds the parameters that it was computed from, in float32.
+    in the wire's format and, where kept, "base": the float32 parameters they were computed from.
     """
 
     def __init__(

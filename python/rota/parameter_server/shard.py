@@ -113,12 +113,8 @@ class ShardMemory(DoubleBuffer[torch.Tensor]):
 class ServerShard:
     """A shard on the server that updates it.
 
-    Args:
-        server: the shard's number.
-        mailboxes: of the workers, by rank, in ascending order.
-        memory: where versions are published.
-        state: what to start from; its values are copied.
-        replica: what another server would go on with, saved with every update.
+    Mailboxes are by rank of their workers, ascending. The replica, which is saved with every
+    update, is what another server would go on with.
     """
 
     def __init__(
@@ -174,9 +170,7 @@ class ServerShard:
     def advance(self, living: Set[int]) -> bool:
         """Makes one update if what it needs is there, and returns whether it was.
 
-        Args:
-            living: workers that may push again. A worker's last push must be visible to whoever
-                leaves it out.
+        `living` may push again: a worker's last push must be visible to whoever leaves it out.
         """
         pushers = self._pushers(living)
         if not pushers:
@@ -331,12 +325,7 @@ class ServerShard:
 
 
 class PublishedShard(OpenedDoubleBuffer[torch.Tensor]):
-    """A shard as others see it, in place.
-
-    Args:
-        server: its number.
-        places: the ranks that publish it, and their memory: its server, and whoever goes on.
-    """
+    """A shard as others see it, in place, at its server or at whoever goes on with it."""
 
     def __init__(
         self, server: int, setup: Setup, places: Sequence[tuple[int, _C.OpenedTensor]]
@@ -360,12 +349,7 @@ class PublishedShard(OpenedDoubleBuffer[torch.Tensor]):
         return True
 
     def read_save(self, worker: int, timeout: timedelta) -> Save:
-        """The save that a worker has asked for, once it is there.
-
-        Raises:
-            rota.PeerFailed: the server has died.
-            rota.TransportError: the server could not make it.
-        """
+        """The save that a worker has asked for; TransportError if the server could not make it."""
         found = json.loads(self._notes[worker].numpy().tobytes().rstrip(b"\0"))
         if "error" in found:
             raise TransportError(
@@ -376,10 +360,8 @@ class PublishedShard(OpenedDoubleBuffer[torch.Tensor]):
         return Save.unpacked(opened.bytes)
 
     def copy_to(self, parameters: Sequence[torch.Tensor], order_loads: Callable[[], None]) -> None:
-        """Copies the newest version to its parameters, which are given by number. Never waits.
-
-        order_loads: whatever is loaded before it is loaded before all that follows.
-        """
+        """Copies the newest version to its parameters, which are given by number. Never waits;
+        order_loads() orders what was loaded before it before all that follows."""
         targets = [parameters[number] for number in self._share.parameters]
         while True:
             version = self.num_done

@@ -8,12 +8,7 @@ from rota.errors import Mismatch
 
 
 def sides(texts: Sequence[str], verb: str) -> str | None:
-    """Which ranks have which text, as "rank 0, 2 has x; rank 1 has y"; None if all have the same.
-
-    Args:
-        texts: of each rank.
-        verb: between the ranks and their text.
-    """
+    """Which ranks have which text, as "rank 0, 2 has x; rank 1 has y"; None if all are alike."""
     ranks_of: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         ranks_of.setdefault(text, []).append(str(rank))

@@ -75,13 +75,8 @@ C = TypeVar("C", bound=Claim)
 
 
 class Claims(Generic[C]):
-    """The claims of one name, as one process sees them.
-
-    Args:
-        store: for this name alone.
-        kind: of claims.
-        why_ended: says how a rank has ended, if that is known; otherwise an empty text.
-    """
+    """The claims of one name, to which the store belongs, as one process sees them; why_ended says
+    how a rank has ended, if that is known."""
 
     def __init__(
         self, store: dist.Store, kind: type[C], why_ended: Callable[[int], str] | None = None
@@ -96,8 +91,7 @@ class Claims(Generic[C]):
     def take(self, own: C, check_free: Callable[[C], None] = lambda _: None) -> C:
         """Makes this process the holder of its rank; returns its claim, numbered.
 
-        Args:
-            check_free: raises if a claim that stands for the rank is that of a living process.
+        check_free raises if a claim that stands for the rank is that of a living process.
         """
         key = f"claim/{own.rank}"
         while True:
@@ -124,11 +118,8 @@ class Claims(Generic[C]):
         return replace(own, error=text, kind=kind.__name__)
 
     def raise_error(self, own: C, other: C, is_held: Callable[[C], bool]) -> None:
-        """Raises the error of another's claim, if it has one, unless it is of an earlier attempt.
-
-        Args:
-            is_held: whether a claim is that of a living process.
-        """
+        """Raises the error of another's claim, if it has one, is held by a living process, and is
+        not of an earlier attempt."""
         if not other.error or other.attempt < own.attempt or not is_held(other):
             return
         self._attempt = other.attempt  # which thereby fails here
@@ -139,7 +130,7 @@ class Claims(Generic[C]):
         self,
         own: C,
         deadline: float,
-        check: Callable[[Sequence[C | None], Sequence[str | None]], None],
+        check: Callable[[Sequence[C | None], Sequence[C], Sequence[C]], None],
         must: str,
         stale: str,
         have_begun: Callable[[list[C]], bool] = lambda _: True,
@@ -147,29 +138,25 @@ class Claims(Generic[C]):
         """Blocks until all have seen the same claims, of which own is one; returns these, by rank.
 
         Args:
-            check: given the claims and what each rank has seen; raises if they will not agree.
+            check: raises if they will not agree. Gets the claims; those of processes that have seen
+                this one's, since others may be left from an earlier start; and of these the ones
+                that must be like it.
             must, stale: what every rank must do, and what is wrong with the claim of one that has
                 not, for errors.
             have_begun: whether they have gone on; asked until then, and of the newest claims.
-
-        Raises:
-            rota.PeerFailed: a rank has ended before it came.
-            rota.Timeout: a rank did not come in time; names it.
         """
         claims: list[C | None] = []
         seen: list[str | None] = []
+        met: list[C] = []
         together: list[C] = []
         ends: dict[int, str] = {}  # of ranks, from before the claims were read
 
         def missing() -> list[int]:
-            return [
-                rank
-                for rank, (claim, text) in enumerate(zip(claims, seen, strict=True))
-                if claim is None or claim.error or not has_seen(claim, own, text)
-            ]
+            there = {claim.rank for claim in met if not claim.error}
+            return [rank for rank in range(own.world_size) if rank not in there]
 
         def have_agreed() -> bool:
-            nonlocal claims, seen, together, ends
+            nonlocal claims, seen, met, together, ends
             if together and have_begun(together):
                 return True
             claims = self.all(own.world_size)
@@ -177,7 +164,15 @@ class Claims(Generic[C]):
             if seen == [] or seen[own.rank] != tokens:
                 self.store.set(f"seen/{own.rank}", tokens)
             seen = self.read_all([f"seen/{rank}" for rank in range(own.world_size)])
-            check(claims, seen)
+            met = [
+                claim
+                for claim, text in zip(claims, seen, strict=True)
+                if claim is not None and has_seen(claim, own, text)
+            ]
+            # One of another attempt has waited in vain with this rank, which is about to find that,
+            # and goes on.
+            are_all = len(met) == own.world_size
+            check(claims, met, [c for c in met if are_all or c.attempt == own.attempt])
             for rank in missing():
                 if end := ends.get(rank):
                     raise PeerFailed(f"{own.what}: {own.who}: {end}")

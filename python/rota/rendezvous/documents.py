@@ -15,11 +15,7 @@ _EMPTY = json.dumps(["", {}])
 
 
 class Documents:
-    """Optimistic transactions on single keys of a Store, by its compare_set.
-
-    Args:
-        store: that can compare_set, such as a TCPStore; all processes use the same.
-    """
+    """Optimistic transactions on single keys of a Store, by its compare_set."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -30,14 +26,8 @@ class Documents:
         return document  # type: ignore[no-any-return]
 
     def change(self, key: str, change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        """Applies `change` to the newest document, as often as others change it meanwhile.
-
-        Args:
-            change: changes the document in place; it may run several times.
-
-        Returns:
-            The document after this change.
-        """
+        """Applies `change` in place to the newest document, as often as others change it meanwhile;
+        returns the document after that."""
         while True:
             old = self._text(key)
             document: dict[str, Any] = json.loads(old)[1]

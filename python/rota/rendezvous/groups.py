@@ -17,14 +17,9 @@ from rota import _C, _torch
 
 
 def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """The group, or the default group for None.
+    """The group, or the default group for None; TypeError or ValueError if this rank has none.
 
-    Args:
-        what: is made over it, such as "Communicator", for errors.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: there is no default group, or this rank is not in the group.
+    `what` is made over it, such as "Communicator", for errors.
     """
     check_group(f"rota.{what}", "group", group)
     if not dist.is_initialized():
@@ -37,12 +32,7 @@ def member_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGrou
 
 
 def check_group(what: str, name: str, group: object) -> None:
-    """Raises TypeError or ValueError unless the argument is a group of this rank, or None.
-
-    Args:
-        what: is made over it, such as "rota.Communicator", for errors.
-        name: of the argument.
-    """
+    """Raises TypeError or ValueError unless the argument is a group of this rank, or None."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -64,11 +54,8 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoreRanks:
-    """Ranks without a process group, which meet in a store that is used for nothing else.
-
-    Args:
-        global_ranks: theirs in the default group, if they have any.
-    """
+    """Ranks without a process group, which meet in a store that is used for nothing else, and have
+    global_ranks in the default group, if any."""
 
     store: dist.Store
     own_rank: int
@@ -99,10 +86,8 @@ def next_number(pg: Ranks, what: str) -> int:
 def begin_generation(name: str, check_peers: Callable[[], None]) -> None:
     """What is made from now on has names of its own in the groups' stores (rota.elastic).
 
-    Args:
-        name: of the generation; becomes a part of names.
-        check_peers: raises if a member of the generation is gone. Whatever waits for ranks that
-            make something together calls it several times a second.
+    check_peers raises if a member of the generation is gone. Whatever waits for ranks that make
+    something together calls it several times a second.
     """
     global _generation, _check_peers
     _generation, _check_peers = name, check_peers

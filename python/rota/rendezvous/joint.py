@@ -71,10 +71,7 @@ class JointSteps:
 
         Passes over those for which other ranks have waited in vain. This one may have failed before
         it counted, as in a call with an unknown argument, and the next try of all ranks must meet.
-
-        Args:
-            what: its public name, such as "Window".
-            name: for errors, if it may have several; "rota." and what by default.
+        Errors have its name, where it may have several, instead of "rota." and what it is.
         """
         name = name or f"rota.{what}"
         while True:
@@ -90,11 +87,7 @@ class JointSteps:
         return steps
 
     def take_timeout(self, timeout: object) -> timedelta:
-        """The caller's timeout, which then is that of the steps; that of the group for None.
-
-        Raises:
-            TypeError, ValueError: it is no timedelta, or not more than 0.
-        """
+        """The caller's timeout, which then is that of the steps; that of the group for None."""
         self.timeout = timeouts.checked_positive(timeout, self._what, self.timeout)
         return self.timeout
 
@@ -171,11 +164,9 @@ class JointSteps:
     def fail(
         self, reason: str, kind: type[RotaError] = TransportError, *, in_vain: bool = False
     ) -> None:
-        """Tells the other ranks that this one has given up.
+        """Tells the other ranks that this one has given up: they raise this kind of error.
 
-        Args:
-            kind: of the error that they raise.
-            in_vain: it has waited for others: those that have not come pass over this attempt.
+        in_vain: it has waited for others: those that have not come pass over this attempt.
         """
         failure = json.dumps([self.rank, kind.__name__, reason, in_vain])
         with contextlib.suppress(RuntimeError):  # of the store, which would hide the reason
@@ -257,13 +248,8 @@ class JointSteps:
 def run_on_all(what: str, run: Callable[[], T]) -> list[T]:
     """Runs `run` on every rank of the default group, which carries all results; returns these.
 
-    Args:
-        what: the public name for errors, such as "rota.elastic.State".
-        run: its result is pickled; for what is too large for a store.
-
-    Raises:
-        Exception: what `run` raised here.
-        rota.TransportError: it raised on other ranks, which are named with their texts.
+    Results are pickled: it is for what is too large for a store. An error of `run` is raised here,
+    and as rota.TransportError, with the rank, on the others.
     """
     own_error: Exception | None = None
     result, text = None, ""

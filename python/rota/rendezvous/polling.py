@@ -15,12 +15,7 @@ STALL_S = 1.0
 
 
 class Pauses:
-    """Between the looks of one wait.
-
-    Args:
-        deadline: of the wait, in time.monotonic().
-        last_s: what pauses grow to.
-    """
+    """Between the looks of one wait until a deadline, in time.monotonic(); they grow to last_s."""
 
     def __init__(self, deadline: float, last_s: float) -> None:
         self._deadline = deadline
@@ -47,12 +42,7 @@ def poll(is_done: Callable[[], bool], deadline: float, last_s: float = LAST_POLL
 
 
 class NamedPauses:
-    """Pauses of POLL_S in a wait that names, after a second, the processes that it waits for.
-
-    Args:
-        what: waits, for texts.
-        timeout: of the whole wait.
-    """
+    """Pauses of POLL_S in a wait that names, after a second, the processes that it waits for."""
 
     def __init__(self, what: str, timeout: timedelta) -> None:
         self._what = what
@@ -61,11 +51,7 @@ class NamedPauses:
         self._has_warned = False
 
     def sleep(self, awaited: Sequence[str]) -> None:
-        """Sleeps for one pause.
-
-        Raises:
-            rota.Timeout: the wait is over.
-        """
+        """Sleeps for one pause; rota.Timeout once the wait is over."""
         has_slept = self._pauses.sleep()
         waited_s = time.monotonic() - self._begin
         text = f"{self._what} has waited {waited_s:.3g} s for {', '.join(awaited) or 'the others'}"

@@ -13,11 +13,7 @@ import torch
 def pickle_without(state: object, place_of: Callable[[torch.Tensor], object]) -> bytes:
     """Pickles a state, with tensors left out wherever pickle finds them.
 
-    Args:
-        place_of: what stands for a tensor; None for one that is pickled as usual.
-
-    Raises:
-        pickle.PicklingError, TypeError, AttributeError: a value cannot be pickled.
+    place_of() gives what stands for a tensor; None for one that is pickled as usual.
     """
     pickler = _Pickler(file := io.BytesIO(), place_of)
     pickler.dump(state)

@@ -38,12 +38,7 @@ def expose_slots(
 
 
 class DoubleBuffer(Generic[Slot]):
-    """The writer's side.
-
-    Args:
-        exposed: the memory of both slots.
-        slots: views of it.
-    """
+    """The writer's side: exposed memory, and views of its slots."""
 
     def __init__(self, exposed: _C.ExposedTensor, slots: Sequence[Slot]) -> None:
         self.exposed = exposed
@@ -63,12 +58,7 @@ class DoubleBuffer(Generic[Slot]):
 
 
 class OpenedDoubleBuffer(Generic[Slot]):
-    """A reader's side.
-
-    Args:
-        opened: the writer's memory; it stays mapped when its process has ended.
-        slots: views of it.
-    """
+    """A reader's side; the writer's memory stays mapped when its process has ended."""
 
     def __init__(self, opened: _C.OpenedTensor, slots: Sequence[Slot]) -> None:
         self.opened = opened

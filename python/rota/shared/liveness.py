@@ -84,10 +84,6 @@ class OwnProcess:
     kernel makes it, answers its keepalive probes, and ends it with the process. (Clients of a torch
     TCPStore here would notice the process's end as well, but not that of its host: torch asks for
     no keepalive, and a wait that runs out of time then waits for the server without any.)
-
-    Args:
-        job: as in Handle.
-        ip: of this host, as others reach it.
     """
 
     def __init__(self, job: str, ip: str) -> None:
@@ -127,13 +123,10 @@ class OwnProcess:
 
 
 class LocalWatch:
-    """Whether a process of this host runs.
+    """Whether a process of this host runs, by memory that it exposes.
 
-    Args:
-        address: of memory that it exposes.
-        who: it is, for errors.
-        timeout: of one handshake. A process that does not answer is stopped, or waits for a core,
-            and lives; it is asked again after a second.
+    One that does not answer a handshake is stopped, or waits for a core, and lives; it is asked
+    again after a second.
     """
 
     def __init__(self, address: str, who: str, timeout: timedelta = _OPEN_TIMEOUT) -> None:
@@ -145,10 +138,7 @@ class LocalWatch:
 
     def is_alive(self) -> bool:
         """Whether it runs and has not closed the memory. Costs two system calls once it is known.
-
-        Raises:
-            rota.TransportError: this process is short of descriptors.
-        """
+        TransportError: this process is short of descriptors."""
         if self._opened is None:
             if self._open_again > time.monotonic():
                 return True

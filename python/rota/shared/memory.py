@@ -68,25 +68,18 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 def map_pages(memory: torch.Tensor) -> None:
-    """Fills this process's page table for shared memory, which takes about as long as a copy.
+    """Fills this process's page table for shared memory (uint8, from a page on), which takes about
+    as long as a copy.
 
     Without it, the first access to each page does so. Other threads run meanwhile. Before Linux
     5.14 it does nothing.
-
-    Args:
-        memory: uint8; begins with a page.
     """
     _advise(memory, _MADV_POPULATE_READ)
 
 
 def unmap_pages(memory: torch.Tensor) -> None:
-    """Empties this process's page table for shared memory, whose contents stay.
-
-    So that closing the mapping later takes no time in which other threads cannot map memory.
-
-    Args:
-        memory: uint8; begins with a page.
-    """
+    """Empties this process's page table for shared memory, whose contents stay: closing the mapping
+    later then takes no time in which other threads cannot map memory."""
     _advise(memory, mmap.MADV_DONTNEED)
 
 

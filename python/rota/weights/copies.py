@@ -18,7 +18,7 @@ import torch
 from rota import _C
 from rota.shared.flat import flat_of, is_flat
 from rota.shared.wire import Wire
-from rota.weights.layout import Bucket, WeightShard, dtype_named
+from rota.weights.layout import StoredBucket, WeightShard, dtype_named
 from rota.weights.memory import OpenedPublisher
 
 Indices = tuple[int, ...]
@@ -57,11 +57,7 @@ class Overlap(NamedTuple):
 
 
 def overlap_of(box: Box, box_origin: Indices, shard: WeightShard) -> Overlap | None:
-    """None if they have no element in common.
-
-    Args:
-        box_origin: the index, in the whole tensor, of the tensor that the box is a part of.
-    """
+    """What they have in common; box_origin is the index of the box's tensor in the whole one."""
     in_box, in_shard = [], []
     for origin, offset, length, shard_offset, shard_length in zip(
         box_origin, box.offset, box.shape, shard.offset, shard.shape, strict=True
@@ -110,11 +106,7 @@ def plan(
     tensors: Mapping[str, torch.Tensor],
     shards: Mapping[str, WeightShard],
 ) -> list[BucketCopy]:
-    """The copies that fill the reader's tensors, which are contiguous and on the CPU.
-
-    Args:
-        shards: that the tensors are to hold.
-    """
+    """The copies that fill the reader's contiguous CPU tensors, which are to hold the shards."""
     buckets = [
         (number, index, bucket)
         for number, publisher in enumerate(publishers)
@@ -141,17 +133,13 @@ def plan(
 def plan_bucket(
     publisher: int,
     index: int,
-    bucket: Bucket,
+    bucket: StoredBucket,
     tensor: torch.Tensor,
     shard: WeightShard,
     stored: torch.Tensor,
     elems: torch.Tensor,
 ) -> BucketCopy | None:
-    """None if the tensor holds nothing of the bucket.
-
-    Args:
-        stored, elems: uint8 scratch memory, for the bucket's bytes and for its elements.
-    """
+    """None if the tensor holds nothing of it; stored and elems are uint8 scratch memory."""
     part = bucket.part
     overlaps = [
         (box, overlap)
@@ -177,5 +165,5 @@ def plan_bucket(
     return BucketCopy(publisher, index, part.name, copied, part.wire, decoded, pairs)
 
 
-def _decoded_dtype(bucket: Bucket) -> torch.dtype:
+def _decoded_dtype(bucket: StoredBucket) -> torch.dtype:
     return dtype_named(bucket.part.dtype) if bucket.part.wire.dtype is None else torch.float32

@@ -54,13 +54,7 @@ class PublisherClaim(Claim):
 
 
 class Directory:
-    """The keys of one name.
-
-    Args:
-        store: the user's.
-        name: of the weights.
-        why_ended: says how a publisher has ended, if that is known; otherwise an empty text.
-    """
+    """The keys of one name of weights in the user's store."""
 
     def __init__(
         self, store: dist.Store, name: str, why_ended: Callable[[int], str] | None
@@ -72,11 +66,7 @@ class Directory:
     def claim(
         self, rank: int, num_publishers: int, memory: _C.ExposedTensor, layout: Layout
     ) -> PublisherClaim:
-        """Makes this process the publisher of its rank.
-
-        Raises:
-            rota.Mismatch: another publisher of the rank is open; names both.
-        """
+        """Makes this process the publisher of its rank; Mismatch if another one of it is open."""
         claim = PublisherClaim(rank, num_publishers, self._name, memory.address)
         self._store.set(f"layout/{claim.token}", layout.to_json())
         return self._take(claim)
@@ -106,16 +96,9 @@ class Directory:
         return self._claims.take(own, check_free)
 
     def rendezvous(self, own: PublisherClaim, deadline: float) -> list[PublisherClaim]:
-        """Blocks until all publishers have seen the same claims; returns these, by rank.
+        """Blocks until all publishers have seen the same claims; returns these, by rank."""
 
-        Raises:
-            rota.TransportError: one has failed, or is on another host.
-            rota.PeerFailed: one has ended.
-            rota.Mismatch: another number of publishers, or one has found a mismatch.
-            rota.Timeout: one did not publish in time; names it.
-        """
-
-        def check(claims: Sequence[PublisherClaim | None], _: object) -> None:
+        def check(claims: Sequence[PublisherClaim | None], *_: object) -> None:
             for other in claims:
                 if other is not None:
                     self._claims.raise_error(own, other, _is_open)
@@ -138,12 +121,7 @@ class Directory:
 
     @staticmethod
     def open(claim: PublisherClaim, layout: Layout, timeout: timedelta) -> OpenedPublisher:
-        """Maps a publisher's memory.
-
-        Raises:
-            rota.TransportError: it has ended, or is on another host.
-            rota.Timeout: its process does not answer.
-        """
+        """Maps the memory of a publisher on this host."""
         _check_host(_C.host_id(), "this process", claim)
         return OpenedPublisher(claim.title, claim.address, layout, timeout)
 

@@ -77,16 +77,8 @@ class WeightShard:
 
 
 def shard_of(name: str, tensor: torch.Tensor, shards: Mapping[str, WeightShard]) -> WeightShard:
-    """Where this process's part of a tensor lies.
-
-    Args:
-        tensor: a DTensor, whose placements tell, or a plain one.
-        shards: of plain tensors; those not in it are whole.
-
-    Raises:
-        ValueError: a DTensor is not placed in one rectangular part, or a plain tensor has another
-            shape than its shard.
-    """
+    """Where this process's part of a tensor lies: the placements of a DTensor tell; a plain one is
+    whole unless it is in `shards`."""
     dtensor = as_dtensor(tensor)
     if dtensor is None:
         shard = shards.get(name) or WeightShard.whole(tensor.shape)
@@ -158,7 +150,7 @@ class TensorPart:
         return Wire(dtype, self.block_scaling)
 
 
-class Bucket(NamedTuple):
+class StoredBucket(NamedTuple):
     """What one checksum covers: elements of a part."""
 
     part: TensorPart
@@ -177,7 +169,7 @@ class Layout:
     parts: tuple[TensorPart, ...]
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[StoredBucket]:
         buckets = []
         for part in self.parts:
             itemsize = dtype_named(part.dtype).itemsize
@@ -185,7 +177,7 @@ class Layout:
             max_elems = BUCKET_BYTES // itemsize if is_wide else ENCODED_BUCKET_ELEMS
             for begin in range(0, part.shard.num_elems, max_elems):
                 num_elems = min(max_elems, part.shard.num_elems - begin)
-                buckets.append(Bucket(part, begin, num_elems))
+                buckets.append(StoredBucket(part, begin, num_elems))
         return buckets
 
     @cached_property
@@ -255,12 +247,7 @@ def check_unchanged(first: Mapping[str, Form], now: Mapping[str, Form]) -> None:
 
 
 def check_together(layouts: Sequence[Layout], publishers: Sequence[str]) -> None:
-    """Raises Mismatch unless every element of every tensor is published once.
-
-    Args:
-        layouts: of all publishers.
-        publishers: their names in errors.
-    """
+    """Raises Mismatch unless every element of every tensor is published once."""
     what = "rota.WeightStore.publish"
     for name, parts in parts_by_name(layouts).items():
         first_publisher, first = parts[0]

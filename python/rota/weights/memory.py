@@ -29,15 +29,7 @@ class Publication(NamedTuple):
 
 
 class OpenedPublisher(OpenedDoubleBuffer[Views[str | int]]):
-    """Another process's memory, mapped; it stays so when the process has ended.
-
-    Args:
-        title: of the publisher in errors, such as "publisher 1/2 of 'weights'".
-
-    Raises:
-        rota.TransportError: the publisher has ended or closed its store.
-        rota.Timeout: its process does not answer.
-    """
+    """Another process's memory, mapped, also when that has ended; its title is for errors."""
 
     def __init__(self, title: str, address: str, layout: Layout, timeout: timedelta) -> None:
         self.layout = layout
@@ -46,11 +38,7 @@ class OpenedPublisher(OpenedDoubleBuffer[Views[str | int]]):
         self.who = f"{title} (pid {opened.pid})"
 
     def wait_until_done(self, number: int, timeout_s: float) -> bool:
-        """Blocks until it is done with a publication; False if it is not within the timeout.
-
-        Raises:
-            rota.PeerFailed: it has ended or closed before.
-        """
+        """Blocks until it is done with a publication; False if it is not within the timeout."""
         try:
             return self.opened.wait(DONE, number, timedelta(seconds=max(0.0, timeout_s)))
         except PeerFailed as error:
@@ -60,11 +48,7 @@ class OpenedPublisher(OpenedDoubleBuffer[Views[str | int]]):
             ) from error
 
     def publication(self, number: int) -> Publication | None:
-        """What the header says of a publication that is done; None if it is overwritten.
-
-        Raises:
-            rota.TransportError: the header is damaged.
-        """
+        """What the header says of a publication that is done; None if it is overwritten."""
         # What looks damaged may have been written meanwhile, just before BEGUN became visible.
         for _ in range(2):
             words = read_checked(self.slot(number)["header"])

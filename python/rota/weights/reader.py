@@ -43,11 +43,7 @@ class Place:
 def places_of(
     wanted: Mapping[str, torch.Tensor | WeightShard], shards: Mapping[str, WeightShard]
 ) -> dict[str, Place]:
-    """Where the tensors of `wanted`, or what they are examples of, lie.
-
-    Args:
-        shards: of plain tensors in `wanted`; those not in it are whole.
-    """
+    """Where the tensors of `wanted`, or what they are like, lie; shards are of plain ones."""
     return {
         name: Place(value)
         if isinstance(value, WeightShard)
@@ -124,12 +120,7 @@ class _Results:
 
 
 class Reader:
-    """Pulls versions; see WeightStore.pull.
-
-    Args:
-        places: what to pull; None is everything, whole.
-        shards: of plain tensors in pull(into=).
-    """
+    """Pulls versions, of everything, whole, if places is None; see WeightStore.pull."""
 
     def __init__(
         self,
@@ -184,12 +175,7 @@ class Reader:
         return version, dict(into)
 
     def _connect(self, deadline: float) -> _Source:
-        """The current publishers, or those before if these cannot be opened.
-
-        Raises:
-            rota.Timeout: nothing was published before the deadline.
-            rota.TransportError: a publisher has ended or closed, or is on another host.
-        """
+        """The current publishers, or those before if these cannot be opened."""
         if self._source is not None:
             if not self._source.is_open:
                 self._source = self._successor(self._source, deadline) or self._source
@@ -229,12 +215,7 @@ class Reader:
         )
 
     def _wait(self, source: _Source, at_least: int, deadline: float) -> int | None:
-        """The number of a version that is new enough; None if other publishers have taken over.
-
-        Raises:
-            rota.PeerFailed: a publisher has ended or closed, and has no such version.
-            rota.Timeout: there is none before the deadline.
-        """
+        """The number of a version that is new enough; None if other publishers have taken over."""
         while True:
             number = source.num_done
             publication = None
@@ -261,13 +242,7 @@ class Reader:
                     )
 
     def _copy(self, source: _Source, number: int, places: Mapping[str, Place]) -> _Results | None:
-        """Copies a publication, unless it is here already; None if it is overwritten meanwhile.
-
-        Raises:
-            rota.Mismatch: other names, shapes or dtypes than published, or publishers differ in the
-                version.
-            rota.TransportError: memory is damaged.
-        """
+        """Copies a publication, unless it is here already; None if it is overwritten meanwhile."""
         if self._results_of is not source or self._places != places:
             source.check(places)
             self._results, self._handed_out = [], None
