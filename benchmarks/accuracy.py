@@ -116,14 +116,12 @@ class Errors:
         )
 
     def add(self, other: Errors) -> None:
-        """Adds the errors of another part."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             setattr(self, name, max(mine, value) if name == "worst" else mine + value)
 
     @property
     def relative_l2(self) -> float:
-        """Norm of the error over the norm of the exact average."""
         return math.sqrt(self.error_squares / self.exact_squares)
 
 
@@ -196,7 +194,6 @@ def row(name: str, label: str, num_ranks: int, errors: Errors) -> dict[str, Any]
 
 
 def print_errors(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """One line per set and hook; counts are over all world sizes."""
     headings = [f"L2 of\n{num_ranks} ranks" for num_ranks in WORLD_SIZES]
     headings += ["worst/\nbound", "outside\nbound", "became\nInf", "became\n0", "Inf,\nNaN"]
     by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -244,7 +241,6 @@ def count(number: int) -> str:
 
 
 def text(value: float | None) -> str:
-    """`value` as the table shows it."""
     return "inf" if value is None else f"{value:.2g}"
 
 

@@ -83,7 +83,6 @@ def amp_call(
 
 
 def random_gradient(rank: int, seed: int) -> torch.Tensor:
-    """PERIOD_ELEMS normally distributed numbers."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(PERIOD_ELEMS, generator=generator)
 
@@ -91,7 +90,6 @@ def random_gradient(rank: int, seed: int) -> torch.Tensor:
 def make_pipeline(
     entry: Entry, rota: Any, group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> Pipeline:
-    """The pipeline of an entry."""
     parameters = bucket.parameters()
     optimizer = torch.optim.AdamW(parameters, fused=True)
     if entry.api == HOOK_ALONE:
@@ -164,7 +162,6 @@ def count_wrong(
 
 
 def wire_of(entry: Entry) -> Wire:
-    """The wire format of an entry."""
     dtype: torch.dtype = getattr(torch, str(entry.wire_dtype))
     return error_bound.rota_wire(dtype, entry.api in (FUSED, FUSED_IN_PLACE))
 

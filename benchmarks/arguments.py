@@ -83,26 +83,22 @@ def parse_bucket_sizes(text: str) -> list[int]:
 
 
 def add_bucket_sizes(parser: Parser) -> None:
-    """Adds the argument for the bucket sizes on which hooks are timed."""
     parser.add("--sizes", type=parse_bucket_sizes, default="25M,64M", help="of buckets")
 
 
 def add_message_sizes(parser: Parser, begin: str, end: str, factor: int) -> None:
-    """Adds the arguments for the sizes of messages, which `sizes_of` reads."""
     parser.add("-b", "--begin", type=parse_size, default=begin, help="smallest message")
     parser.add("-e", "--end", type=parse_size, default=end, help="largest message")
     parser.add("-f", "--factor", type=parse_natural(2), default=factor, help="from size to size")
 
 
 def add_common_arguments(parser: Parser) -> None:
-    """Adds the arguments for the number of ranks and samples, and for output files."""
     # With more ranks, sums would not be exact in every dtype.
     parser.add("--ranks", type=parse_natural(2, MAX_SUM), default=2, help="to start")
     add_measuring_arguments(parser)
 
 
 def add_measuring_arguments(parser: Parser) -> None:
-    """Adds the arguments for the number of samples, and for output files."""
     add, natural = parser.add, parse_natural(1)
     add("-n", "--iters", type=natural, metavar="N", default=20, help="timed samples a turn")
     add("-w", "--warmup", type=natural, metavar="N", default=5, help="untimed samples a turn")

@@ -60,7 +60,6 @@ ENTRIES = {
 
 
 def tensors_of(num_bytes: int, value: float) -> dict[str, torch.Tensor]:
-    """A state whose elements are all `value`."""
     whole, rest = divmod(num_bytes, TENSOR_BYTES)
     lengths = [TENSOR_BYTES] * whole + [rest] * (rest > 0)
     return {str(i): torch.full((length // 4,), value) for i, length in enumerate(lengths)}

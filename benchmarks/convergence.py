@@ -76,7 +76,6 @@ LOSS_COLUMNS: report.Columns = {
 
 
 def print_losses(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """One line per variant."""
     title = "bits per byte of held-out text after the last step, by seed"
     report.print_columns(console, title, rows, LOSS_COLUMNS)
 
@@ -116,12 +115,10 @@ def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None
 
 
 def rounded(values: Sequence[float]) -> list[float]:
-    """Rounds to the precision of a picture."""
     return [round(value, 4) for value in values]
 
 
 def main() -> None:
-    """Restarts as ranks and trains; rank 0 publishes the results."""
     parser = Parser(__doc__)
     parser.add("--seeds", type=parse_natural(1), default=3, help="runs of each variant")
     turns.add_ranks(parser)

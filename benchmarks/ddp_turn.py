@@ -53,7 +53,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 
 
 def num_parameters(model: str) -> int:
-    """Elements of all gradients of a model."""
     with torch.device("meta"):
         module, _ = MODELS[model]()
     return sum(parameter.numel() for parameter in module.parameters())

@@ -108,18 +108,13 @@ def default_variants(baseline: str) -> list[str]:
     return ["none", baseline, f"{baseline}_fp16", "rota", "rota_fused", "rota_fused_fp8"]
 
 
-def nothing_sent() -> int:
-    """The bytes that a host without a network has sent."""
-    return 0
-
-
 def take_turn(
     run: Run,
     steps: range,
     num_steps: int,
     train: Tensor,
     args: argparse.Namespace,
-    count_sent: Callable[[], int] = nothing_sent,
+    count_sent: Callable[[], int] = lambda: 0,
 ) -> None:
     """Trains `steps` of a run of `num_steps`; the ranks start together, with idle GPUs."""
     rank, context = dist.get_rank(), run.model.context
@@ -162,7 +157,7 @@ def train_in_turns(
     variants: Mapping[str, Startable] = VARIANTS,
     config: train_gpt.GPTConfig | None = None,
     paces: Mapping[str, float] | None = None,
-    count_sent: Callable[[], int] = nothing_sent,
+    count_sent: Callable[[], int] = lambda: 0,
 ) -> dict[str, Run]:
     """Trains args.variants, which take turns, from the weights and batches of args.seed.
 

@@ -65,8 +65,6 @@ COLORS = ("#8a1c7c", "#5b4a9e", "#a89be0", "#7a6a4f", "#d2c14a", "#d08ac4")  # o
 
 @dataclass(frozen=True)
 class EveryStep:
-    """DistributedDataParallel with rota's fused hook."""
-
     label: str
     color: str
     wire_dtype: torch.dtype  # between hosts
@@ -154,7 +152,6 @@ def rank_main(pipe: Connection, args: argparse.Namespace) -> dict[str, Result]:
 
 
 def train(args: argparse.Namespace, rate: str | None, seed: int, variants: Sequence[str]) -> AtRate:
-    """Makes hosts, trains on their ranks, and returns the results."""
     more = {"seed": seed, "variants": variants, "max_minutes": MAX_MINUTES}
     job = argparse.Namespace(**{**vars(args), **more})
     with (

@@ -34,7 +34,6 @@ class AtRate:
 
     @property
     def trained(self) -> dict[str, Result]:
-        """Without the variant whose ranks train alone."""
         return {name: result for name, result in self.results.items() if name != ALONE}
 
 
@@ -92,7 +91,6 @@ STEP_COLUMNS: report.Columns = {
 
 
 def print_steps(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """The table of one rate."""
     title = f"links of {format_rate(rows[0]['rate'])}; steps of the slowest rank"
     report.print_columns(console, title, rows, STEP_COLUMNS)
 

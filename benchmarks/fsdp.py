@@ -74,7 +74,6 @@ class NoReduceScatter(rota.fsdp.ReduceScatter):
 
 
 def start_run(name: str, initial: train_gpt.GPT) -> demo.Run:
-    """One variant's replica, in a group of its own."""
     variant = VARIANTS[name]
     model = copy.deepcopy(initial)
     mesh = DeviceMesh.from_group(dist.new_group(backend=variant.backend), "cpu")
@@ -135,7 +134,6 @@ COLUMNS: report.Columns = {
 
 
 def main() -> None:
-    """Restarts as ranks and trains; rank 0 publishes the results."""
     parser = Parser(__doc__)
     turns.add_ranks(parser)
     args = turns.parse_arguments(parser)

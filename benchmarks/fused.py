@@ -45,7 +45,6 @@ ENTRIES = [
 
 
 def bytes_per_element(entry: Entry, num_ranks: int) -> float:
-    """The entry's memory traffic, as counted by traffic.py."""
     wire = amp_turn.wire_of(entry)
     elem_bytes = wire.dtype.itemsize
     if entry.api == amp_turn.HOOK_ALONE:
@@ -81,7 +80,6 @@ def compare(measurements: Sequence[Measurement], num_ranks: int) -> list[dict[st
 
 
 def print_comparison(run: Run, rows: Sequence[dict[str, Any]]) -> None:
-    """One line per entry; its time over that of BASE at each size."""
     sizes = sorted({row["num_bytes"] for row in rows})
     lines = []
     for label in dict.fromkeys(row["label"] for row in rows):

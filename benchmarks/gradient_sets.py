@@ -87,6 +87,5 @@ MADE: dict[str, Callable[[int], Tensor]] = {
 
 
 def made(num_ranks: int) -> dict[str, Tensor]:
-    """All sets of MADE."""
     torch.manual_seed(0)
     return {name: make(num_ranks) for name, make in MADE.items()}

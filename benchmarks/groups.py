@@ -52,7 +52,6 @@ class Held:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """The milliseconds that `call` takes."""
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3

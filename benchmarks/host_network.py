@@ -90,7 +90,6 @@ def burst_bytes(rate: str) -> int:
 
 
 def address(host: int) -> str:
-    """A host's address on INTERFACE."""
     return f"10.77.0.{host + 1}"
 
 
@@ -333,7 +332,6 @@ class HostNetwork:
         self.switch.configure("ip", f"link set {_port(host)} master {SWITCH}")
 
     def traffic(self, host: int) -> Traffic:
-        """The bytes through the host's interface until now."""
         return self.hosts[host].call(Traffic.now)
 
     def describe(self) -> dict[str, Any]:

@@ -79,7 +79,6 @@ def parse_hosts(text: str) -> list[int]:
 
 
 def add_hosts(parser: Parser) -> None:
-    """Adds the argument for the hosts and their ranks."""
     layout = "hosts x ranks on each, or ranks host by host as in 3,1"
     parser.add("--hosts", type=parse_hosts, default="2x2", help=layout)
 
@@ -121,10 +120,6 @@ class TcpRing:
             connection.setblocking(False)
         self._source = memoryview(bytearray(CHUNK_BYTES))
         self._target = memoryview(bytearray(CHUNK_BYTES))
-
-    def exchange(self, num_bytes: int) -> None:
-        """Sends and receives `num_bytes`; blocks until both are done."""
-        self.move(num_bytes, num_bytes)
 
     def move(self, to_send: int, to_recv: int) -> None:
         """Sends and receives as many bytes; blocks until both are done."""
@@ -188,7 +183,8 @@ class HostRank(TorchRank):
             return super().take_turn(turn)
         if self._ring is not None:
             num_bytes = turn.num_elems * getattr(torch, turn.dtype).itemsize
-            call = partial(self._ring.exchange, sent_by_host(num_bytes, self.num_hosts))
+            num_sent = sent_by_host(num_bytes, self.num_hosts)
+            call = partial(self._ring.move, num_sent, num_sent)
         dist.barrier()
         return Reply(time_samples(call, turn), None)
 
@@ -209,7 +205,6 @@ def rank_main(pipe: Connection, num_ranks_per_host: list[int], wire_dtypes: list
 
 
 def entries_of(args: argparse.Namespace) -> list[Entry]:
-    """Everything to measure, in the order of the table."""
     entries = []
     if TCP in args.backends:
         entries.append(Entry(TCP, TCP, "socket"))
@@ -235,7 +230,6 @@ class WireCounter:
         self._num_bytes: Counter[tuple[Entry, int, int]] = Counter()  # by entry, size and host
 
     def ask(self, turn: Turn) -> list[Reply]:
-        """Every rank's measurement of the turn."""
         before = self._sent()
         replies = self._ranks.ask(turn)
         for host, (first, last) in enumerate(zip(before, self._sent(), strict=True)):
@@ -301,7 +295,6 @@ def rows_of(
 
 
 def print_rows(run: Run, rows: Sequence[dict[str, Any]]) -> None:
-    """One table per size."""
     headings = (
         *("backend", "min us", "p50 us", "p99 us", "Gloo's p50\n/ its", "bound us"),
         *("bound\n/ p50", "payload\nMiB", "sent\nMiB", "#wrong"),

@@ -43,7 +43,6 @@ class Measurement:
 
     @property
     def min_us(self) -> float:
-        """The fastest sample."""
         return min(self.times_us)
 
     @property

@@ -143,7 +143,6 @@ COLUMNS: report.Columns = {
 
 
 def main() -> None:
-    """Restarts as ranks and trains; rank 0 publishes the results."""
     parser = Parser(__doc__)
     turns.add_ranks(parser)
     parser.add("--variants", type=parse_list(list(VARIANTS)), default=",".join(VARIANTS))

@@ -74,7 +74,6 @@ COLUMNS: report.Columns = {
 
 
 def main() -> None:
-    """Restarts as ranks and trains; rank 0 publishes the results."""
     parser = Parser(__doc__)
     turns.add_ranks(parser, 1)
     args = turns.parse_arguments(parser)

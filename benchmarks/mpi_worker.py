@@ -76,7 +76,6 @@ def collective(
 
 
 def count_wrong(output: npt.NDArray[np.generic], op: str, seed: int) -> int:
-    """Elements of `output` that differ from the exact result."""
     tiles = exact.expected_tiles(op, comm.size, seed)
     parts = zip(np.split(output, len(tiles)), tiles, strict=True)
     return sum(

@@ -249,7 +249,6 @@ COLUMNS: report.Columns = {
 
 
 def main() -> None:
-    """Restarts as ranks and measures; rank 0 publishes the results."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     parser = Parser(__doc__)

@@ -162,7 +162,6 @@ COLUMNS: report.Columns = {
 
 
 def main() -> None:
-    """Restarts as ranks and trains; rank 0 publishes the results."""
     parser = Parser(__doc__)
     parser.add("--ranks", type=parse_natural(2), default=2, help="stages, a rank each")
     parser.add("--microbatches", type=parse_natural(2), default=4, help="of a batch")

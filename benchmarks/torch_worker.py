@@ -188,7 +188,6 @@ def is_float8(wire_dtype: str | None) -> bool:
 def dist_call(
     op: str, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Call:
-    """The collective through torch.distributed."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     is_root = rank == 0
     match op:

@@ -89,7 +89,6 @@ def job(
 
 
 def gathered(own: Any) -> list[Any]:
-    """What every rank has, by rank."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return of_ranks

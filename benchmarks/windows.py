@@ -95,7 +95,6 @@ def answer_tcp(ring: TcpRing, num_bytes: int) -> None:
 
 
 def measure(calls: Mapping[str, Call], num_calls: int, repeats: int) -> dict[str, list[float]]:
-    """The microseconds of each call, by repeat."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -55,8 +55,7 @@ def crc32(text: Tensor) -> int:
 
 
 def default_folder() -> Path:
-    """Where rota keeps what it can make again: $ROTA_CACHE_DIR, $XDG_CACHE_HOME/rota, or
-    ~/.cache/rota."""
+    """Of what rota can make again: $ROTA_CACHE_DIR, else rota in $XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("ROTA_CACHE_DIR"):
         return Path(own)
     # The XDG base directory specification says to ignore relative paths.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,18 +66,14 @@ FLOAT32 = Tolerance(loss=1e-5, norm=1e-4)
 FLOAT16 = Tolerance(loss=1e-3, norm=1e-3)
 
 
-@dataclasses.dataclass
+@dataclass
 class Report:
     """What a rank has to say about its run, by step."""
 
-    losses: list[float] = dataclasses.field(
-        default_factory=list
-    )  # of the last stage: nats per byte
-    norms: list[float] = dataclasses.field(default_factory=list)
-    skipped: list[bool] = dataclasses.field(
-        default_factory=list
-    )  # whether its parameters stayed as they were
-    idle_shares: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of the last stage: nats per byte
+    norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)  # whether its parameters stayed as they were
+    idle_shares: list[float] = field(default_factory=list)
     memory_mb: float = 0.0  # peak of parameters, gradients, optimizer, activations and transport
 
 
@@ -300,7 +296,7 @@ def run_rank(rank: int, num_ranks: int, folder: Path, args: argparse.Namespace) 
     dist.init_process_group("rota", store=store, rank=rank, world_size=num_ranks)
     before_mb = memory_mb("VmRSS")
     torch.manual_seed(args.seed)  # every rank starts from the same weights
-    model = GPT(dataclasses.replace(CONFIG, context=args.context))
+    model = GPT(replace(CONFIG, context=args.context))
     report = (train_alone if num_ranks == 1 else train_in_parts)(args, model, batches)
     report.memory_mb = memory_mb("VmHWM") - before_mb
     torch.save(vars(report), folder / f"report{rank}of{num_ranks}.pt")

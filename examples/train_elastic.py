@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import itertools
 import multiprocessing
 import random
@@ -29,6 +28,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from same_bits import hash_of
 from torch import nn
 
 import rota
@@ -73,13 +73,6 @@ def make_model(width: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(width, NUM_CLASSES),
     )
-
-
-def hash_of(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()[:12]
 
 
 def train(address: str, args: argparse.Namespace) -> None:

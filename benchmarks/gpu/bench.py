@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
 
 import report
-from arguments import FLOAT32_BYTES, Parser, parse_size
+from arguments import FLOAT32_BYTES, Parser, parse_each, parse_size
 from gpu import tables
 from gpu.clocks import Clocks
 from gpu.timing import Body, Job, Sampler, num_sets
@@ -63,16 +63,13 @@ class Bench:
         self.console = Console(width=160, highlight=False)
 
     def random(self, num_elems: int, seed: int) -> Tensor:
-        """A new tensor of normal float32 numbers."""
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(num_elems, generator=generator, device=self.device)
 
     def num_sets(self, touched_bytes: int) -> int:
-        """Sets of buffers for a call that touches `touched_bytes`."""
         return num_sets(touched_bytes, self.is_small)
 
     def note(self, text: str) -> None:
-        """Records a sentence that readers of the numbers need."""
         print(f"note: {text}", flush=True)
         self._write({"note": text})
 
@@ -181,11 +178,6 @@ def check_copy(source: Tensor, copied: Tensor, call: Callable[[], object]) -> in
     return int((source != copied).sum())
 
 
-def parse_sizes(text: str) -> list[int]:
-    """An argparse type: bytes of "1K,64M"."""
-    return [parse_size(size) for size in text.split(",")]
-
-
 def main(
     name: str,
     doc: str | None,
@@ -195,7 +187,7 @@ def main(
     mode: str = ONE_RANK,
 ) -> None:
     """Runs a benchmark; exits with 0 if everything was measured and correct."""
-    parser = Parser(doc)
+    parser, parse_sizes = Parser(doc), parse_each(parse_size)
     add = parser.add_argument
     add("--sizes", type=parse_sizes, help=f"default: {sizes}; with --small {small_sizes}")
     add("--small", action="store_true", help="run every line, on few bytes; measures nothing")

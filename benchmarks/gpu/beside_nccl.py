@@ -62,7 +62,6 @@ class Worker:
                 path.with_suffix(".new").rename(path)
 
     def measure(self, op: str, num_bytes: int) -> None:
-        """Both backends at one size."""
         parts = OPERATIONS[op].num_parts(self.num_ranks)
         num_elems = max(1, num_bytes // FLOAT32_BYTES // parts) * parts
         calls, wrong = {}, {}
@@ -124,7 +123,6 @@ def gathered(own: Any) -> list[Any]:
 
 
 def work(rank: int, folder: str, num_ranks: int, sizes: Sequence[int], is_small: bool) -> None:
-    """One rank, on the GPU of its number."""
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
@@ -159,7 +157,6 @@ def benchmark(bench: Bench) -> None:
 
 
 def keep_rows(bench: Bench, folder: Path) -> None:
-    """Records what the ranks have measured."""
     if (path := folder / "peer_access").exists():
         bench.note(f"rota's ranks reach each other's memory by {path.read_text()}")
     rows = json.loads((folder / "rows").read_text()) if (folder / "rows").exists() else []

@@ -100,7 +100,6 @@ def make_pack(archs: str) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--archs", required=True, help="ROTA_CUDA_ARCHS, such as shipped:9.0")
     parser.add_argument("--pack", action="store_true", help="make a pack; put nothing in place")

@@ -67,7 +67,6 @@ class Bucket:
         self.inverse_scale = torch.ones(1, device=bench.device)
 
     def unscale_and_clip(self) -> None:
-        """GradScaler.unscale_ and clip_grad_norm_."""
         torch._amp_foreach_non_finite_check_and_unscale_(
             self.gradients, self.found_inf, self.inverse_scale
         )
@@ -75,7 +74,6 @@ class Bucket:
 
 
 def rota_call(bucket: Bucket, parts: Sequence[Tensor], clip: bool = False) -> Body:
-    """Converts to scaled blocks and back."""
     packed = GradientBucket(parts, wire_dtype=WIRE)
 
     def call() -> None:
@@ -99,8 +97,6 @@ def hook_call(bucket: Bucket) -> Body:
 
 
 def foreach_call(bucket: Bucket) -> Body:
-    """Without a flat bucket."""
-
     def call() -> None:
         torch._foreach_copy_(bucket.halves, bucket.gradients)
         torch._foreach_div_(bucket.halves, 1.0)
@@ -111,7 +107,6 @@ def foreach_call(bucket: Bucket) -> Body:
 
 
 def clip_factor(norm: Tensor) -> Tensor:
-    """By which clip_grad_norm_ multiplies."""
     return torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0)
 
 
@@ -149,7 +144,6 @@ def compiled(is_small: bool) -> Callable[..., Callable[[Bucket], Body]]:
 
 
 def benchmark(bench: Bench) -> None:
-    """Measures every size."""
     num_tensors = gradients.num_many(bench)
     for num_bytes in bench.sizes:
         measure(bench, num_bytes, num_tensors)
@@ -206,7 +200,6 @@ def make_job(
 
 
 def torch_bound(contributions: Sequence[Tensor]) -> Tensor:
-    """Error bound of torch's hook."""
     return error_bound.torch_hook_bound(contributions, WIRE)
 
 

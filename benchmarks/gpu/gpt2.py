@@ -69,8 +69,6 @@ class TransformersGPT2(nn.Module):
 
 @dataclass
 class Side:
-    """One way to train the model."""
-
     label: str
     step: Callable[[], torch.Tensor]  # returns the loss
     host_us: list[float]  # of the hook, for each bucket
@@ -112,7 +110,6 @@ def make_side(label: str, is_rota: bool, model: nn.Module, tokens: torch.Tensor)
 
 
 def make_model(bench: Bench) -> tuple[nn.Module, torch.Tensor]:
-    """The model, and a batch of random tokens."""
     if bench.is_small:
         config = train_gpt.GPTConfig(context=16, num_layers=1, num_heads=2, width=32)
         model: nn.Module = DemoGPT(config, bench.device)

@@ -38,7 +38,6 @@ DIVISOR = 2.0  # torch's hook divides by world_size
 
 
 def benchmark(bench: Bench) -> None:
-    """Measures every size and list of gradients."""
     for num_bytes in bench.sizes:
         for shape, num_tensors in gradients.shapes(bench).items():
             measure(bench, num_bytes, shape, num_tensors)
@@ -71,7 +70,6 @@ def measure(
 def rota_jobs(
     sets: list[tuple[Tensor, list[Tensor]]], label: str, wire_dtype: torch.dtype, is_scaled: bool
 ) -> tuple[Job, Job]:
-    """pack and unpack in one format."""
     buckets = [
         GradientBucket(views, wire_dtype=wire_dtype, block_scaling=is_scaled) for _, views in sets
     ]

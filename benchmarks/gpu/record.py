@@ -46,7 +46,6 @@ class Record:
         }
 
     def write(self) -> None:
-        """Writes both files anew."""
         rows, notes = self._read_rows()
         try:
             figures = asked(rows)

@@ -104,7 +104,6 @@ class Step:
 
 
 def make_steps(args: argparse.Namespace, facts: Facts, record: Record) -> list[Step]:
-    """All steps, most important first."""
     own = [] if args.small else ["python"]
     env = {"PYTHONPATH": _paths(*own, "benchmarks")}
     for_tests = {"PYTHONPATH": _paths(*own)}
@@ -292,7 +291,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     args = parse_arguments(arguments)
     end = time.monotonic() + TOTAL_S
     facts = gpu_facts.gather()

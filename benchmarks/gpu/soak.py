@@ -63,7 +63,6 @@ class Chain:
         return [1 + sum(others) % 2, *others]
 
     def call(self) -> None:
-        """One step."""
         torch._foreach_mul_(self.ranks, self.weights)
         torch._foreach_add_(self.ranks, self.terms)
         group_size = GROUP_SIZE if self.algorithm == "hierarchical" else None

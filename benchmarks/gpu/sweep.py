@@ -32,7 +32,6 @@ TIMEOUT = timedelta(seconds=5)
 
 
 def benchmark(bench: Bench) -> None:
-    """Measures every number of ranks."""
     for num_ranks in RANKS[:1] if bench.is_small else RANKS:
         for algorithm in ("two_shot", "ring"):
             slots_and_channels(bench, num_ranks, algorithm)
@@ -63,7 +62,6 @@ def slots_and_channels(bench: Bench, num_ranks: int, algorithm: str) -> None:
 
 
 def crossovers(bench: Bench, num_ranks: int) -> None:
-    """Every algorithm at every message size."""
     for num_bytes in CROSSOVER_BYTES[:2] if bench.is_small else CROSSOVER_BYTES:
         sets = make_sets(bench, num_ranks, num_bytes, num_sets=1)
         jobs = []

@@ -26,7 +26,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def print_rows(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a table for each operation, size and shape."""
     by_title: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         parts = [row.get("op", "?"), report.format_bytes(row.get("num_bytes", 0)), row.get("shape")]

@@ -125,7 +125,6 @@ class Sampler:
         )
 
     def take_turn(self) -> None:
-        """Takes samples; records times per call."""
         begin = monotonic()
         times_us = sample_us(self._run, min(2 if self._is_small else 10, self._max_samples))
         self.spans.append((begin, monotonic()))

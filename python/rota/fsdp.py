@@ -40,15 +40,8 @@ class _Buffers:
     ) -> torch.Tensor:
         """A buffer for FSDP, of any values.
 
-        Args:
-            size: the size of each dimension.
-            dtype: any.
-            device: on the CPU its memory is that of `rota.empty`, which peers read in place, and
-                returns to this object for the next buffer of the same length; on a GPU it is that
-                of `torch.empty`.
-
-        Raises:
-            rota.TransportError: there is too little memory; names the bytes needed and available.
+        On the CPU its memory is that of `rota.empty`, which peers read in place, and returns to
+        this object for the next buffer of the same length; on a GPU it is that of `torch.empty`.
         """
         if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
@@ -163,10 +156,7 @@ class ReduceScatter(_Buffers, _torch.FsdpReduceScatter):
             op: SUM, AVG or PREMUL_SUM.
             async_op: as in `AllGather`.
 
-        Raises:
-            ValueError: the group is not rota's.
-            TypeError: the gradients are narrower than the wire dtype.
-            Other errors as `rota.Communicator`.
+        Raises what `AllGather` raises.
         """
         backend = _backend_of("ReduceScatter", group, input_tensor.device)
         if self.wire_dtype is None or self.wire_dtype == input_tensor.dtype:

@@ -93,16 +93,9 @@ def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tens
 
     Args:
         tensor: same shape and dtype on every rank, strided.
-        communicator: over the ranks; keep it alive as long as compiled code may run.
         root: in [0, world_size).
 
-    Returns:
-        a contiguous tensor of the same shape, dtype and device.
-
-    Raises:
-        rota.RotaError: the communicator is gone; and what `Communicator.broadcast` raises.
-
-    Blocks, and uses streams, as `Communicator.broadcast` does.
+    All else is as of `all_reduce`, with `Communicator.broadcast`.
     """
     out: Tensor = _Broadcast.apply(tensor, root, _name_of(communicator))
     return out
@@ -123,15 +116,11 @@ def all_gather(tensor: Tensor, communicator: Communicator) -> Tensor:
 
     Args:
         tensor: (length, ...), same shape and dtype on every rank, strided; a scalar counts as (1,).
-        communicator: over the ranks; keep it alive as long as compiled code may run.
 
     Returns:
         (world_size * length, ...), contiguous, of the same dtype and device.
 
-    Raises:
-        rota.RotaError: the communicator is gone; and what `Communicator.all_gather` raises.
-
-    Blocks, and uses streams, as `Communicator.all_gather` does.
+    All else is as of `all_reduce`, with `Communicator.all_gather`.
     """
     out: Tensor = _AllGather.apply(tensor, _name_of(communicator))
     return out

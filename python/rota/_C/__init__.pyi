@@ -41,8 +41,7 @@ def cuda_archs() -> list[str]:
 def cuda_devices() -> list[str]:
     """Names of the GPUs that the CUDA runtime sees, such as "NVIDIA H200 (sm_90)".
 
-    Raises:
-        rota.TransportError: no GPU is usable (says why), or this is a build for the CPU.
+    Raises rota.TransportError, which says why, if none is usable.
     """
 
 def make_heap_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -62,35 +61,19 @@ class HeapPool:
 def move_storage(tensor: torch.Tensor, place: torch.Tensor, *, copies: bool) -> bool:
     """Moves a CPU tensor's storage onto the bytes of another tensor, which it keeps alive.
 
-    Args:
-        place: contiguous, as many bytes as the storage.
-        copies: the contents, too; otherwise the storage takes what it finds at `place`.
-
-    Returns:
-        False if nothing was done: the memory is not torch's own, and not from an earlier call, or
-            something else may use it where it is, as for rota.Window. Autograd and DDP may.
-
-    Raises:
-        TypeError: the tensor has no memory, as a DTensor.
-        ValueError: the place is strided or of another length.
+    With `copies` its contents, too; otherwise it takes what it finds at `place`, which is as long
+    and contiguous. False if nothing was done: the memory is not torch's own, nor from an earlier
+    call, or something else may use it where it is, as for rota.Window. Autograd and DDP may.
     """
 
 def checksum(tensor: torch.Tensor) -> int:
     """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
 
 def check_messages_apart(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-    """For messages that start together.
-
-    Raises:
-        ValueError: one that is received shares memory with another message.
-    """
+    """Of messages that start together: ValueError if one that is received overlaps another."""
 
 def copy_with_checksum(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copies a contiguous CPU tensor into one of as many bytes; returns checksum(src).
-
-    Raises:
-        ValueError: a tensor is strided, or they differ in length.
-    """
+    """Copies a contiguous CPU tensor into one of as many bytes; returns checksum(src)."""
 
 def encoded_bytes(num_elems: int, wire_dtype: torch.dtype, block_scaling: bool) -> int:
     """The bytes of num_elems elements in a wire format: its numbers, then scales of blocks."""
@@ -98,16 +81,12 @@ def encoded_bytes(num_elems: int, wire_dtype: torch.dtype, block_scaling: bool) 
 def encode(
     bytes: torch.Tensor, values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool
 ) -> None:
-    """Rounds contiguous float32 values, once and to nearest, into uint8 bytes of a wire format.
-
-    Raises:
-        ValueError: `bytes` is not encoded_bytes() long, or a tensor is strided or not float32.
-    """
+    """Rounds contiguous float32 values, once and to nearest, into encoded_bytes() bytes (uint8)."""
 
 def decode(
     values: torch.Tensor, bytes: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool
 ) -> None:
-    """The exact inverse of encode() for what it has stored; raises as it."""
+    """The exact inverse of encode() for what it has stored."""
 
 class ExposedTensor:
     """A CPU tensor of this process that other processes of the host can open by its address.
@@ -126,13 +105,8 @@ class ExposedTensor:
     ) -> None:
         """Moves the tensor's storage to shared memory, as rota.Window describes.
 
-        Args:
-            torch_holds_it: in a call of torch's, so that only other tensors that share its storage
-                show that something else may use its memory.
-
-        Raises:
-            TypeError, ValueError: no contiguous tensor on the CPU, or one that cannot move.
-            rota.TransportError: there is too little memory.
+        torch_holds_it: in a call of torch's, so that only other tensors that share its storage show
+        that something else may use its memory.
         """
 
     @property
@@ -150,15 +124,10 @@ class OpenedTensor:
     """Another process's ExposedTensor, mapped."""
 
     def __init__(self, address: str, who: str, timeout: timedelta) -> None:
-        """Connects and maps. Blocks for less than a millisecond unless the owner is busy.
+        """Connects and maps. Blocks for less than a millisecond unless the owner, `who`, is busy.
 
-        Args:
-            address: of the ExposedTensor.
-            who: its owner, for errors, such as "rank 1".
-
-        Raises:
-            rota.TransportError: the owner has ended or closed it, or descriptors are short.
-            rota.Timeout: the owner's process does not answer.
+        Raises rota.TransportError if the owner has ended or closed it, and rota.Timeout if its
+        process does not answer.
         """
 
     @property
@@ -172,19 +141,10 @@ class OpenedTensor:
     def load(self, word: int) -> int: ...
     def wait(self, word: int, value: int, timeout: timedelta) -> bool:
         """Blocks until the word is at least `value`; False if it is not within the timeout.
-
-        Raises:
-            rota.PeerFailed: the owner has ended or closed it before.
-        """
+        rota.PeerFailed: the owner has ended or closed it before."""
 
 class WindowService:
-    """Serves ranks of other hosts, and asks them; see rota.Window.
-
-    Args:
-        backend: of all ranks; rota alone uses it.
-        hosts: each rank's host_id().
-        number: of this service among those over the backend.
-    """
+    """Serves ranks of other hosts, and asks them, over a backend of its own; see rota.Window."""
 
     def __init__(
         self, backend: dist._Backend, hosts: Sequence[str], rank: int, number: int
@@ -351,38 +311,22 @@ def gpu_self_test(device: int) -> list[KernelReport]:
     """Runs every kernel on the GPU with this index and compares the bits with the CPU's.
 
     It runs even if a record exists, and replaces the record. Ranks of one launch act as the
-    processes, so no peer is needed. Blocks; uses its own stream.
-
-    Raises:
-        rota.TransportError: a kernel did not finish, the CUDA runtime reported an error, or this is
-            a build for the CPU.
+    processes, so no peer is needed. Blocks; uses its own stream. Raises rota.TransportError if a
+    kernel does not finish.
     """
 
 def recorded_gpu_self_test(device: int) -> list[str] | None:
-    """The failures in the last self-test of this GPU, with this driver and this build.
-
-    Returns None if there is no record. Makes no CUDA context.
-
-    Raises:
-        rota.TransportError: there is no such GPU, or this is a build for the CPU.
-    """
+    """The failures in the last self-test of this GPU, with this driver and this build; None if
+    there is no record. Makes no CUDA context."""
 
 def gpu_driver(device: int) -> str:
-    """The driver's version, such as "580.65.06 (CUDA 13.0)"; "CUDA 13.0" if only that is known.
-
-    Raises:
-        rota.TransportError: there is no such GPU, or this is a build for the CPU.
-    """
+    """The driver's version, such as "580.65.06 (CUDA 13.0)"; "CUDA 13.0" if only that is known."""
 
 def failed_future(error: Exception) -> torch.futures.Future[torch.Tensor]:
     """A future for DDP to wait for, whose wait() raises the error."""
 
 def block_elems(dtype: torch.dtype) -> int:
-    """Elements that share one power-of-two scale when a wire dtype is block scaled: 32 or 64.
-
-    Args:
-        dtype: float16, float8_e4m3fn or float8_e5m2.
-    """
+    """Elements that share one power-of-two scale in a narrow wire dtype with scaled blocks."""
 
 class Communicator:
     """Collectives on CPU and CUDA tensors; `rota.Communicator` makes one over a process group.
@@ -785,21 +729,10 @@ def map_device_windows(
 ) -> list[torch.Tensor]:
     """Memory on each rank's GPU that all ranks map; not in a build for the CPU.
 
-    Collective: every rank calls it with the same num_bytes. Blocks.
-
-    Args:
-        own: this rank's window on the CPU; keeps this rank's memory until no rank maps it.
-        others: those of the others, by rank; None for this one. A rank maps the others' memory as
-            long as it has a tensor of it.
-        store: the same for all ranks, used for nothing else.
-        num_bytes: 1 or more.
-        all_gather: gives every rank the texts of all, by rank.
-
-    Returns:
-        uint8 tensors of zeroes on `device`, by rank.
-
-    Raises:
-        rota.TransportError: the GPUs cannot reach each other, or memory is short; on every rank.
+    Collective: every rank calls it with the same num_bytes, 1 or more. Blocks. Returns uint8
+    tensors of zeroes, by rank; a rank maps the others' memory as long as it has a tensor of it, and
+    `own`, its window on the CPU, keeps its memory until no rank maps it. all_gather() gives every
+    rank the texts of all. Raises rota.TransportError on every rank.
     """
 
 class LocalGroup:
@@ -976,13 +909,7 @@ class ProcessGroupRota(dist._Backend):
         """Concatenates the inputs of all ranks, each rounded once to the wire dtype.
 
         The owner decodes its part from the same bytes as its peers, so all ranks hold the same
-        values. Blocks count from the start of each part.
-
-        Args:
-            wire_dtype, block_scaling: as in Communicator.reduce_bucket; not wider than the tensors.
-            output: world_size times as many elements as `input`, which may be this rank's part of
-                it.
-            async_op: as in torch.distributed.
+        values. Blocks count from the start of each part. `input` may be this rank's part of output.
         """
 
     def reduce_scatter_in(
@@ -993,11 +920,5 @@ class ProcessGroupRota(dist._Backend):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool,
     ) -> dist.Work:
-        """Reduces the inputs and leaves part `rank` of world_size equal ones in `output`.
-
-        The part has the bits of Communicator.all_reduce with the same wire_dtype.
-
-        Args:
-            output: 1 / world_size as many elements as `input`.
-            async_op: as in torch.distributed.
-        """
+        """Reduces the inputs and leaves part `rank` of world_size equal ones in `output`, with the
+        bits of Communicator.all_reduce in the same wire_dtype."""

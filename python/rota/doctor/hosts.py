@@ -36,20 +36,24 @@ def _median_s(call: Callable[[], object], num_calls: int) -> float:
     return statistics.median(seconds)
 
 
-def _zeros(num_elems: int) -> torch.Tensor:
-    return torch.zeros(num_elems, dtype=torch.float32, device="cpu")
+def _rates(what: str, call: Callable[[torch.Tensor], object], num_ways: int = 1) -> str:
+    """The time of a short call, or of each of its ways, and the rate of a long one."""
+    short, long = (
+        torch.zeros(num_elems, dtype=torch.float32, device="cpu")
+        for num_elems in (_SHORT_ELEMS, _LONG_ELEMS)
+    )
+    short_s = _median_s(lambda: call(short), _NUM_SHORT) / num_ways
+    long_s = _median_s(lambda: call(long), _NUM_LONG) / num_ways
+    return (
+        f"{what} of {short.nbytes} bytes {short_s * 1e6:.1f} us, of {long.nbytes >> 20} MiB "
+        f"{long.nbytes / long_s / 1e9:.3f} GB/s"
+    )
 
 
 def _within_host(communicator: rota.Communicator) -> str:
     if communicator.world_size == 1:
         return "one rank"
-    short, long = _zeros(_SHORT_ELEMS), _zeros(_LONG_ELEMS)
-    short_s = _median_s(lambda: communicator.all_reduce(short), _NUM_SHORT)
-    long_s = _median_s(lambda: communicator.all_reduce(long), _NUM_LONG)
-    return (
-        f"all_reduce of {short.nbytes} bytes {short_s * 1e6:.1f} us, of {long.nbytes >> 20} MiB "
-        f"{long.nbytes / long_s / 1e9:.2f} GB/s"
-    )
+    return _rates("all_reduce", communicator.all_reduce)
 
 
 def _between(communicator: rota.Communicator, first: int, second: int) -> str:
@@ -63,13 +67,7 @@ def _between(communicator: rota.Communicator, first: int, second: int) -> str:
             communicator.recv(tensor, first)
             communicator.send(tensor, first)
 
-    short, long = _zeros(_SHORT_ELEMS), _zeros(_LONG_ELEMS)
-    short_s = _median_s(lambda: there_and_back(short), _NUM_SHORT) / 2
-    long_s = _median_s(lambda: there_and_back(long), _NUM_LONG) / 2
-    return (
-        f"a message of {short.nbytes} bytes {short_s * 1e6:.1f} us, of {long.nbytes >> 20} MiB "
-        f"{long.nbytes / long_s / 1e9:.3f} GB/s"
-    )
+    return _rates("a message", there_and_back, num_ways=2)
 
 
 class _Facts(NamedTuple):
@@ -90,10 +88,6 @@ def _by_node(ranks: list[int], facts: list[_Facts]) -> dict[int, list[int]]:
     return by_node
 
 
-def _text_of(ranks: list[int]) -> str:
-    return " ".join(str(rank) for rank in ranks)
-
-
 def _sums_of_nodes(communicator: rota.Communicator) -> str:
     nodes = communicator.numa_nodes
     if not nodes:
@@ -109,9 +103,9 @@ def _print(hosts: list[list[int]], facts: list[_Facts], sums_of_nodes: str) -> N
     rails = f", rails between hosts: {num_rails}" if len(hosts) > 1 else ""
     print(f"hosts: {len(hosts)}, ranks: {len(facts)}{rails}")
     for host, ranks in enumerate(hosts):
-        print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {_text_of(ranks)}")
+        print(f"  host {host} ({facts[ranks[0]].host_id}): ranks {' '.join(map(str, ranks))}")
         for node, of_node in sorted(_by_node(ranks, facts).items()):
-            print(f"    NUMA node {node}: ranks {_text_of(of_node)}")
+            print(f"    NUMA node {node}: ranks {' '.join(map(str, of_node))}")
     print(sums_of_nodes)
     print("levels, medians:")
     for what, text in {key: text for fact in facts for key, text in fact.lines.items()}.items():

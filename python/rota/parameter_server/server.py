@@ -61,12 +61,13 @@ from rota.parameter_server.loop import PUSH_CHANNEL
 from rota.parameter_server.mailbox import Mailbox
 from rota.parameter_server.setup import MakeOptimizer, PushLayout, Rules, Setup
 from rota.parameter_server.shard import (
+    APPLIED,
+    CONSUMED,
+    SAVED,
     SLOWEST,
     PublishedShard,
     ServerShard,
-    applied_word,
-    consumed_word,
-    saved_word,
+    word_of,
 )
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.groups import member_group
@@ -293,7 +294,7 @@ class ParameterServer:
         arguments.check_pushed(list(self._named), self._parameters, values)
         shards = self._connection.shards
         for shard in shards:
-            self._wait("push", shard, consumed_word(self._rank), mailbox.clock + 1 - NUM_SLOTS)
+            self._wait("push", shard, word_of(self._rank, CONSUMED), mailbox.clock + 1 - NUM_SLOTS)
         versions = [shard.pulled_version for shard in shards]
         mailbox.write(values, self._parameters, versions)
         self._window.tensor[0] = mailbox.clock
@@ -333,7 +334,7 @@ class ParameterServer:
         """
         mailbox = self._own_mailbox("flush")
         for shard in self._connection.shards:
-            self._wait("flush", shard, applied_word(self._rank), mailbox.clock)
+            self._wait("flush", shard, word_of(self._rank, APPLIED), mailbox.clock)
 
     # ---- saving and restoring
 
@@ -372,7 +373,7 @@ class ParameterServer:
 
     def _read_save(self, shard: PublishedShard, question: int) -> saving.Save:
         while True:
-            self._wait("state_dict", shard, saved_word(self._rank), question)
+            self._wait("state_dict", shard, word_of(self._rank, SAVED), question)
             try:
                 return shard.read_save(self._rank, self._timeout)
             except TransportError:
@@ -576,7 +577,7 @@ class ParameterServer:
         self._wait(call, shard, DONE, 1)
 
     def _late(self, call: str, shard: PublishedShard, word: int, value: int) -> Timeout:
-        if word == saved_word(self._rank):
+        if word == word_of(self._rank, SAVED):
             return Timeout(
                 f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waited "
                 f"{self._timeout.total_seconds():g} s for server rank {shard.rank} to save its "

@@ -36,22 +36,15 @@ if TYPE_CHECKING:
 
 # Words of a shard behind those of its double buffer; server.py has the table.
 SLOWEST = FIRST_FREE_WORD
-_NUM_FIXED = SLOWEST + 1
+CONSUMED, APPLIED, SAVED, _WORDS_OF_WORKER = range(4)  # of each worker
 
 # Contributions are added in parts that stay in a core's cache until they are divided.
 _PART_ELEMS = 1 << 16
 
 
-def consumed_word(worker: int) -> int:
-    return _NUM_FIXED + 3 * worker
-
-
-def applied_word(worker: int) -> int:
-    return _NUM_FIXED + 3 * worker + 1
-
-
-def saved_word(worker: int) -> int:
-    return _NUM_FIXED + 3 * worker + 2
+def word_of(worker: int, word: int) -> int:
+    """Where CONSUMED, APPLIED or SAVED of a worker is."""
+    return SLOWEST + 1 + _WORDS_OF_WORKER * worker + word
 
 
 def checked_optimizer(
@@ -104,7 +97,7 @@ class ShardMemory(DoubleBuffer[torch.Tensor]):
         layout = setup.shard_layout(server)
         memory = empty(layout.end, dtype=torch.uint8)
         views = layout.views(memory)
-        num_words = _NUM_FIXED + 3 * setup.world_size
+        num_words = word_of(setup.world_size, 0)
         exposed = _C.ExposedTensor(memory, num_words, others_may_write=False)
         super().__init__(exposed, views["versions"].unbind())
         self.notes = views["notes"]
@@ -274,11 +267,11 @@ class ServerShard:
         # First, so that workers that have all flushed are nobody's slowest any more.
         self.publish_slowest(living)
         for worker in pushers:
-            self._memory.exposed.publish(applied_word(worker), self.clocks[worker])
+            self._memory.exposed.publish(word_of(worker, APPLIED), self.clocks[worker])
 
     def _publish_consumed(self, pushers: Iterable[int]) -> None:
         for worker in pushers:
-            self._memory.exposed.publish(consumed_word(worker), self.clocks[worker])
+            self._memory.exposed.publish(word_of(worker, CONSUMED), self.clocks[worker])
 
     def publish_slowest(self, living: Iterable[int]) -> None:
         """Publishes how many pushes of each living worker are applied at least."""
@@ -307,7 +300,7 @@ class ServerShard:
             self._saves[worker] = question, save
             written = json.dumps(note).encode().ljust(NOTE_BYTES, b"\0")
             write_bytes(self._memory.notes[worker], written)
-            self._memory.exposed.publish(saved_word(worker), question)
+            self._memory.exposed.publish(word_of(worker, SAVED), question)
 
     def forget(self, worker: int) -> None:
         """Frees the save that a worker may have asked for."""

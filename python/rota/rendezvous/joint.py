@@ -31,12 +31,8 @@ class JointSteps:
     | step/NUMBER | each rank, once it has run the step | a line: its rank and its result |
     | failure/NUMBER | the first rank that fails in the step, or before it | its rank, and why |
 
-    Args:
-        store: the same for all ranks, used for nothing else.
-        rank, world_size: this process among those that take the steps.
-        timeout: of each step.
-        what: the public name for errors, such as "rota.Window".
-        check_peers: raises if a process is gone; called while others are awaited.
+    The store is used for nothing else. check_peers, which raises if a process is gone, is called
+    while others are awaited.
 
     Attributes:
         number: how many of these the ranks have made over their group before.
@@ -94,16 +90,10 @@ class JointSteps:
     def step(self, run: Callable[[], T], deadline: float | None = None) -> list[T]:
         """Runs `run` and blocks until every rank has done so; returns all results by rank.
 
-        Args:
-            run: its result travels as JSON.
-            deadline: of the wait, in time.monotonic(); None: the timeout after its begin.
-
-        Raises:
-            Exception: what `run` raised here.
-            rota.TransportError: it raised on another rank, which is named with the text; if that
-                was an error of rota's, one of its kind.
-            rota.PeerFailed: a rank has ended before it took this step.
-            rota.Timeout: a rank did not take this step in time.
+        Results travel as JSON. Raises what `run` has raised here or, with the rank's name and the
+        text, elsewhere: as rota.TransportError, or the same kind if it was an error of rota's. So
+        do rota.PeerFailed for a rank that has ended before it took this step, and rota.Timeout at
+        the deadline, in time.monotonic(); None: the timeout after its begin.
         """
         with self.telling():
             card = json.dumps([self.rank, run()]) + "\n"

@@ -17,15 +17,10 @@ Views = dict[Name, torch.Tensor]
 
 
 class AlignedLayout(Generic[Name]):
-    """Where the sections of a buffer lie.
+    """Where the sections of a buffer lie, of these dtypes and shapes and in this order.
 
-    Args:
-        sections: dtype and shape of each, in their order.
-        begin: the first byte that they may take.
-
-    Attributes:
-        begins: the first byte of each section.
-        end: behind the last section, aligned as they are.
+    They begin at `begins`, the first at or after `begin`; `end` is behind the last, and aligned as
+    they are.
     """
 
     def __init__(
