@@ -103,15 +103,9 @@ def fsdp1_shards(module: torch.nn.Module) -> Iterator[list[int]]:
 
 def holders_of(dtensor: DTensor) -> list[int]:
     """The ranks that hold what this rank holds of it; empty on a rank outside of its mesh."""
-    coordinate = dtensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    holders = dtensor.device_mesh.mesh
-    for dim in reversed(range(holders.ndim)):
-        if not dtensor.placements[dim].is_replicate():
-            holders = holders.select(dim, coordinate[dim])
-    ranks: list[int] = holders.flatten().tolist()
-    return ranks
+    shards = shard_of_rank(dtensor)
+    own = shards.get(dist.get_rank())
+    return [rank for rank, shard in shards.items() if shard == own]
 
 
 def num_replicas(parameter: torch.Tensor, ranks: Sequence[int]) -> int:

@@ -30,17 +30,7 @@ from rota.checkpoint.contents import WHAT, Contents, Look
 from rota.checkpoint.keeper import SEALS
 from rota.errors import TransportError
 from rota.shared.aligned import AlignedLayout, round_up
-from rota.shared.buckets import (
-    BUCKET_BYTES,
-    WORD_BYTES,
-    buckets_of,
-    checked_bytes,
-    checksum,
-    copy_with_checksums,
-    read_checked,
-    write_bytes,
-    write_checked,
-)
+from rota.shared import buckets
 from rota.shared.flat import bytes_of, is_flat
 from rota.shared.memory import map_pages
 
@@ -93,7 +83,7 @@ class Tail:
         """The name of the first of these tensors that differs from its checksum when saved."""
         checksums = iter(array("Q", self.checksums))
         for tensor, look in zip(tensors, self.looks, strict=True):
-            for bucket in buckets_of(bytes_of(tensor)):
+            for bucket in buckets.buckets_of(bytes_of(tensor)):
                 if _C.checksum(bucket) != next(checksums):
                     return look.name
         return None
@@ -111,7 +101,7 @@ class Memory:
         self._is_populated = False
         with torch.inference_mode(False):  # later versions may be written outside of it
             self.bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-            self._head = self.bytes[: checked_bytes(4)]
+            self._head = self.bytes[: buckets.checked_bytes(4)]
         self.fd = fd
 
     def __del__(self) -> None:
@@ -161,15 +151,15 @@ class Memory:
 
     def write_head(self, tail_begin: int, tail: bytes) -> None:
         """Makes what has been written a version."""
-        write_checked(self._head, [MAGIC, tail_begin, len(tail), checksum(tail)])
+        buckets.write_checked(self._head, [MAGIC, tail_begin, len(tail), buckets.checksum(tail)])
 
     def version(self) -> Version | None:
         """The version in it; None if there is none, or its tail is damaged."""
-        magic, begin, length, expected = read_checked(self._head) or (0, 0, 0, 0)
+        magic, begin, length, expected = buckets.read_checked(self._head) or (0, 0, 0, 0)
         if magic != MAGIC or begin + length > len(self.bytes):
             return None
         tail = self.bytes[begin:][:length].numpy().tobytes()
-        if checksum(tail) != expected:
+        if buckets.checksum(tail) != expected:
             return None
         return Version(self, Tail.from_bytes(tail), begin + length)
 
@@ -216,7 +206,7 @@ class Version:
         checksums = iter(array("Q", self.tail.checksums))
         for tensor, saved, look in zip(tensors, self.tensors(), self.tail.looks, strict=True):
             target = tensor if is_flat(tensor) else look.empty()
-            copied = copy_with_checksums(bytes_of(target), bytes_of(saved))
+            copied = buckets.copy_with_checksums(bytes_of(target), bytes_of(saved))
             if copied != list(itertools.islice(checksums, len(copied))):
                 return look.name
             if target is not tensor:
@@ -229,19 +219,21 @@ def write_version(
 ) -> Version:
     """Copies a rank's state into memory that make_room(rank, num_bytes) finds for it."""
     layout = _layout(contents.looks)
-    num_buckets = sum(-(-tensor.nbytes // BUCKET_BYTES) for tensor in contents.tensors)
+    num_buckets = sum(-(-tensor.nbytes // buckets.BUCKET_BYTES) for tensor in contents.tensors)
     # Checksums of other values take as many bytes.
-    tail = Tail(identity, rank, contents.looks, contents.rest, bytes(num_buckets * WORD_BYTES))
+    tail = Tail(
+        identity, rank, contents.looks, contents.rest, bytes(num_buckets * buckets.WORD_BYTES)
+    )
     num_bytes = round_up(layout.end + len(tail.to_bytes()), mmap.PAGESIZE)
     memory = make_room(rank, num_bytes)
     memory.clear_head()
     checksums = array("Q")
     places = layout.views(memory.bytes).values()
     for place, tensor in zip(places, contents.tensors, strict=True):
-        checksums.extend(copy_with_checksums(bytes_of(place), bytes_of(tensor)))
+        checksums.extend(buckets.copy_with_checksums(bytes_of(place), bytes_of(tensor)))
     tail = replace(tail, checksums=checksums.tobytes())
     text = tail.to_bytes()
-    write_bytes(memory.bytes[layout.end :], text)
+    buckets.write_bytes(memory.bytes[layout.end :], text)
     memory.write_head(layout.end, text)
     return Version(memory, tail, layout.end + len(text))
 

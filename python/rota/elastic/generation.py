@@ -1,4 +1,11 @@
-"""One generation of a membership: its ranks, its groups, and how all of it ends."""
+"""One generation of a membership: its ranks, its groups, and how all of it ends.
+
+| key in the store | value |
+|---|---|
+| change/UUID | a process that has come for the generation after this one |
+| over/UUID | why a member has gone on |
+| note/KEY | a text of members for whoever comes later |
+"""
 
 from __future__ import annotations
 
@@ -105,7 +112,7 @@ class Generation:
             rota.PeerFailed: a rank has died or left without this.
         """
         self._check_not_ended()
-        wants = leave or (self.rank == 0 and self._store.check([change_key(self.uuid)]))
+        wants = leave or (self.rank == 0 and self._store.check([f"change/{self.uuid}"]))
         self._flag[0] = int(wants)
         self.communicator.all_reduce(self._flag, op="max")
         return bool(self._flag[0])
@@ -115,9 +122,10 @@ class Generation:
         if self._forming is not None:
             return self._forming.check()
         self._check_gone()
-        if self._store.check([_over_key(self.uuid)]):
+        over = f"over/{self.uuid}"
+        if self._store.check([over]):
             self._check_gone()  # the cause why a member has gone on
-            reason = self._store.get(_over_key(self.uuid)).decode()
+            reason = self._store.get(over).decode()
             raise PeerFailed(f"rota.elastic: {self} has ended: {reason}")
 
     def _check_gone(self) -> None:
@@ -129,12 +137,12 @@ class Generation:
         if self._has_ended:
             return
         self._has_ended = True
-        self._store.set(_over_key(self.uuid), reason)
+        self._store.set(f"over/{self.uuid}", reason)
         end_groups(f"{self} has ended: {reason}; take what is made in the new one")
 
     def write_note(self, key: str, text: str) -> None:
         """Leaves a text in the store, for processes that have not joined yet."""
-        self._store.set(note_key(key), text)
+        self._store.set(f"note/{key}", text)
 
     def __str__(self) -> str:
         return f"generation {self.number} ({self.uuid})"
@@ -178,21 +186,6 @@ def check_results() -> None:
     for group in _torch.all_groups():
         if (backend := rota_backend(group)) is not None:
             backend.check_results()
-
-
-def note_key(key: str) -> str:
-    """In the store: a text of members for whoever comes later."""
-    return f"note/{key}"
-
-
-def change_key(uuid: str) -> str:
-    """In the store: a process has come for the generation after this one."""
-    return f"change/{uuid}"
-
-
-def _over_key(uuid: str) -> str:
-    """In the store: why a member has gone on."""
-    return f"over/{uuid}"
 
 
 def _abort(group: dist.ProcessGroup, reason: str) -> None:

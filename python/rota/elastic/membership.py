@@ -16,7 +16,7 @@ from rota import timeouts
 from rota.backend import BackendOptions
 from rota.communicator import Communicator
 from rota.elastic.forming import Forming
-from rota.elastic.generation import Generation, change_key, note_key
+from rota.elastic.generation import Generation
 from rota.elastic.roster import Roster
 from rota.errors import PeerFailed, RotaError
 from rota.rendezvous.documents import Documents
@@ -204,16 +204,15 @@ class Membership:
 
     def read_note(self, key: str) -> str | None:
         """What a member has left for newcomers with `Generation.write_note`; None: nothing."""
-        if not self._store.check([note_key(key)]):
-            return None
-        return str(self._store.get(note_key(key)).decode())
+        note = f"note/{key}"
+        return str(self._store.get(note).decode()) if self._store.check([note]) else None
 
     # ---- the roster
 
     def _start(self) -> None:
         self._own = OwnProcess(self._job, self._ip)
         self._processes = Processes(self._own.handle)
-        self._store.set(_card_key(self._own.handle.name), str(self._own.handle))
+        self._store.set(f"card/{self._own.handle.name}", str(self._own.handle))
 
     def _await_proposal(self, min_members: int) -> Roster:
         """Arrives, and blocks until there is a proposal with this process."""
@@ -236,7 +235,7 @@ class Membership:
                 )
             if roster.uuid and roster.uuid != rung:
                 rung = roster.uuid
-                self._store.set(change_key(rung), own)
+                self._store.set(f"change/{rung}", own)
             present = self._cards_of(roster.present)
             gone = self._processes.gone(present or ())
             if gone:
@@ -264,12 +263,12 @@ class Membership:
 
     def _card(self, name: str) -> Handle:
         if name not in self._cards:
-            self._cards[name] = Handle.parse(self._store.get(_card_key(name)).decode())
+            self._cards[name] = Handle.parse(self._store.get(f"card/{name}").decode())
         return self._cards[name]
 
     def _cards_of(self, names: Sequence[str]) -> list[Handle] | None:
         """Their handles; None if the others have forgotten one of them since."""
-        unknown = [_card_key(name) for name in names if name not in self._cards]
+        unknown = [f"card/{name}" for name in names if name not in self._cards]
         if unknown and not self._store.check(unknown):
             return None
         return [self._card(name) for name in names]
@@ -354,7 +353,3 @@ def _propose(roster: Roster, min_members: int) -> None:
     # Another process may have been faster.
     if roster.can_propose(min_members) and not roster.is_finished:
         roster.propose(uuid.uuid4().hex)
-
-
-def _card_key(name: str) -> str:
-    return f"card/{name}"

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 from rota.elastic.arena import Arena
-from rota.elastic.generation import Generation
 from rota.elastic.membership import Membership
 from rota.errors import Timeout, TransportError
 
-_LAYOUT = "layout"  # the lengths of the kept storages, and where rank 0 has them
+LAYOUT = "layout"  # the lengths of the kept storages, and where rank 0 has them
 # For a handshake with a process that does not wait for it, and may be stopped.
 _TIMEOUT = timedelta(seconds=1)
 
@@ -38,7 +37,7 @@ class Reservation:
     """
 
     def __init__(self, membership: Membership) -> None:
-        note = membership.read_note(_LAYOUT)
+        note = membership.read_note(LAYOUT)
         if note is None:
             self._arena = None
             return
@@ -54,11 +53,6 @@ class Reservation:
         """
         future, self._arena = self._arena, None
         return future.result() if future is not None else None
-
-
-def announce(generation: Generation, kept: Arena) -> None:
-    """Tells processes that have not joined yet what they will copy; rank 0 does."""
-    generation.write_note(_LAYOUT, json.dumps([kept.lengths, kept.address]))
 
 
 def _reserve(lengths: list[int], address: str) -> Arena:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 import warnings
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation, check_results, shares_host
 from rota.elastic.parts import ModulePart, Storages, part_of, pickled_state
-from rota.elastic.reservation import Reservation, announce
+from rota.elastic.reservation import LAYOUT, Reservation
 from rota.errors import Mismatch, TransportError
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.joint import run_on_all
@@ -104,7 +105,7 @@ class State:
         for target in objects.values():
             if isinstance(target, torch.optim.Optimizer):
                 # A step cannot be taken back: parameters on a GPU have no other copy.
-                target.register_step_pre_hook(_check_results)
+                target.register_step_pre_hook(lambda *_: check_results())
         self._num_steps = _FRESH
         self.seconds: dict[str, float] = {}
         self._kept: Arena | None = None
@@ -162,7 +163,7 @@ class State:
         if self._may_be_new:
             self._share()
             self._may_be_new = False
-            self._announce()
+            self._tell_newcomers()
         self._save()
 
     def synchronize(self, generation: Generation, *, check_equal: bool = False) -> bool:
@@ -219,7 +220,7 @@ class State:
         for part in self._parts:
             part.regroup()
         self._may_be_new = True
-        self._announce()
+        self._tell_newcomers()
         run_on_all(_NAME, self._save)
         timer.end("regroup")
         return generation.rank in receivers
@@ -317,11 +318,11 @@ class State:
                 self._copied.add(number)
         return states
 
-    def _announce(self) -> None:
+    def _tell_newcomers(self) -> None:
         """Tells processes that have not joined yet what they will copy."""
-        generation = self._generation
-        if generation is not None and generation.rank == 0 and self._kept is not None:
-            announce(generation, self._kept)
+        generation, kept = self._generation, self._kept
+        if generation is not None and generation.rank == 0 and kept is not None:
+            generation.write_note(LAYOUT, json.dumps([kept.lengths, kept.address]))
 
     def _has_moved(self, kept: Storages, arena: Arena) -> bool:
         """Whether a storage is outside the arena that could be moved there."""
@@ -406,10 +407,6 @@ class RandomState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
-
-
-def _check_results(*_: object) -> None:
-    check_results()
 
 
 def _layout(forms: Sequence[tuple[torch.dtype, torch.Size]]) -> AlignedLayout[int]:

@@ -18,13 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rota import options
 from rota.gradients.reduction import Reduction, free_buckets
 from rota.gradients.state import HookState, telling_peers
-from rota.local_sgd.checks import (
-    check_agreement,
-    check_all_synced,
-    check_arguments,
-    check_saved,
-    check_shards,
-)
+from rota.local_sgd import checks
 from rota.local_sgd.synced import Synced, copy_of, cut, tensors_to_sync
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.groups import member_group
@@ -127,7 +121,7 @@ class LocalSGD:
                     f"{self._name}: state is of type {type(state).__name__}, expected a HookState"
                 )
             self.state.check_can_take_copies()
-            check_shards(self._name, module, self.state)
+            checks.check_shards(self._name, module, self.state)
             shards = (own_shard(tensor) for tensor in tensors.values())
             return {
                 "class": type(self).__name__,
@@ -210,7 +204,7 @@ class LocalSGD:
     @torch.no_grad()
     def _start(self, number: int) -> _InFlight:
         with telling_peers(self.state):
-            check_all_synced(self._name, self._module, self._synced)
+            checks.check_all_synced(self._name, self._module, self._synced)
         fragment = self._fragments[number]
         self._synced_at[number] = self.num_steps
         for synced in fragment:
@@ -228,7 +222,7 @@ class LocalSGD:
         try:
             with telling_peers(self.state):
                 reduction.finish()
-            check_agreement(self._name, self.state, self._agreed())
+            checks.check_agreement(self._name, self.state, self._agreed())
             if self.state.found_inf:
                 self._skip(fragment)
                 return
@@ -308,7 +302,7 @@ class LocalSGD:
         self._check_at_rest("load_state_dict")
         options.check_state_dict(self._name, state_dict, SAVED)
         parameters = state_dict["parameters"]
-        check_saved(self._name, self._synced, parameters)
+        checks.check_saved(self._name, self._synced, parameters)
         for synced in self._synced:
             synced.copy.detach().copy_(parameters[synced.name])
         self.state.load_state_dict(
@@ -345,7 +339,7 @@ class LocalSGD:
     # ---- what a subclass adds
 
     def _check_arguments(self, module: nn.Module, num_tensors: int) -> None:
-        check_arguments(self._name, self, module, num_tensors)
+        checks.check_arguments(self._name, self, module, num_tensors)
 
     def _other_arguments(self) -> dict[str, str]:
         """What a subclass also compares between ranks, by name."""

@@ -456,7 +456,8 @@ class ParameterServer:
     def _check_none_serves(self, load: int) -> None:
         """Raises RuntimeError if a dedicated server serves without having taken part in a load."""
         for rank in set(self._servers) - set(self.workers):
-            key = _serving_key(rank)
+            # How many loads it took part in; there once it is in serve().
+            key = f"serving/{rank}"
             if self._store.check([key]) and int(self._store.get(key)) <= load:
                 raise RuntimeError(
                     f"rota.ParameterServer.load_state_dict: rank {rank} is in serve(); call "
@@ -479,7 +480,7 @@ class ParameterServer:
                 f"rota.ParameterServer.serve: rank {self._rank} works, and serves in the "
                 f"background if at all; call serve() on dedicated servers only"
             )
-        self._store.set(_serving_key(self._rank), str(self._num_loads))
+        self._store.set(f"serving/{self._rank}", str(self._num_loads))
         try:
             self._loop.run()
         finally:
@@ -598,8 +599,3 @@ class ParameterServer:
             with contextlib.suppress(PeerFailed):
                 clocks[worker] = int(self._window.view(worker)[0])
         return [worker for worker, pushes in clocks.items() if pushes < clock]
-
-
-def _serving_key(rank: int) -> str:
-    """Has the number of loads that a dedicated server took part in, once it is in serve()."""
-    return f"serving/{rank}"
