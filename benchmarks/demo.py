@@ -317,7 +317,7 @@ def main() -> None:
             "placement": placement.note,
             "order0_bits": round(baseline_bits, 4),
             "variants": {
-                name: {key: float(f"{value:.6g}") for key, value in asdict(row).items()}
+                name: {key: float(f"{value:.6g}") for key, value in row.items()}
                 for name, row in summarize(results).items()
             },
             "machine": machine.describe() | gpus_here,

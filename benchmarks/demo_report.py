@@ -36,30 +36,21 @@ class Result:
     core_share: float | None  # lowest CPU time over wall time of any rank; on the CPU
 
 
-@dataclass(frozen=True)
-class Row:
-    ms_per_step: float  # median
-    communication_ms: float  # beyond the median step without communication
-    communication_share: float  # of the variant's own step
-    final_loss: float  # mean of the last SMOOTHING_STEPS
-    held_out_bits: float
-    max_parameter_difference: float
-
-
-def summarize(results: dict[str, Result]) -> dict[str, Row]:
-    """One row per variant; results must hold "none", the run without communication."""
+def summarize(results: dict[str, Result]) -> dict[str, dict[str, float]]:
+    """One row per variant: its median step, what that takes beyond the one of "none", the run
+    without communication, and its losses."""
     base_ms = statistics.median(results["none"].step_ms)
     rows = {}
     for name, result in results.items():
         p50_ms = statistics.median(result.step_ms)
-        rows[name] = Row(
-            ms_per_step=p50_ms,
-            communication_ms=p50_ms - base_ms,
-            communication_share=(p50_ms - base_ms) / p50_ms,
-            final_loss=statistics.fmean(result.losses[-SMOOTHING_STEPS:]),
-            held_out_bits=result.held_out[-1][1],
-            max_parameter_difference=result.spread,
-        )
+        rows[name] = {
+            "ms_per_step": p50_ms,
+            "communication_ms": p50_ms - base_ms,
+            "communication_share": (p50_ms - base_ms) / p50_ms,
+            "final_loss": statistics.fmean(result.losses[-SMOOTHING_STEPS:]),
+            "held_out_bits": result.held_out[-1][1],
+            "max_parameter_difference": result.spread,
+        }
     return rows
 
 
@@ -76,15 +67,15 @@ COLUMNS: report.Columns = {
 
 def print_table(results: dict[str, Result], console: Console) -> None:
     rows = summarize(results)
-    labelled = [{"label": results[name].label, **vars(row)} for name, row in rows.items()]
+    labelled = [{"label": results[name].label, **row} for name, row in rows.items()]
     title = "times: median of the slowest rank; losses: bits per byte"
     report.print_columns(console, title, labelled, COLUMNS)
     for ours, theirs in RIVALS:
-        if ours in rows and theirs in rows and rows[theirs].communication_share > 0:
-            ratio = rows[ours].communication_share / rows[theirs].communication_share
+        shares = [rows[name]["communication_share"] for name in (ours, theirs) if name in rows]
+        if len(shares) == 2 and shares[1] > 0:
             console.print(
                 f"communication's share of a step: {results[ours].label} = "
-                f"{ratio:.2f} x {results[theirs].label}",
+                f"{shares[0] / shares[1]:.2f} x {results[theirs].label}",
                 soft_wrap=True,
             )
     core_share = results["none"].core_share  # never waits: below 1, other work had the core
@@ -135,16 +126,16 @@ def draw_step_times(axes: Axes, results: dict[str, Result]) -> None:
     rows = summarize(results)
     for position, (name, row) in enumerate(rows.items()):
         # In a slow minute of the base run, a step with communication may seem faster: no block.
-        visible_ms = max(0.0, row.communication_ms)
-        base_ms = row.ms_per_step - visible_ms
+        visible_ms = max(0.0, row["communication_ms"])
+        base_ms = row["ms_per_step"] - visible_ms
         axes.barh(position, base_ms, color="#d9d9d9")
         axes.barh(position, visible_ms, left=base_ms, color=results[name].color)
-        text = f"{row.ms_per_step:.1f}"
-        if row.communication_ms:
-            text += f"  ({row.communication_ms:+.1f}, {row.communication_share:.0%})"
+        text = f"{row['ms_per_step']:.1f}"
+        if row["communication_ms"]:
+            text += f"  ({row['communication_ms']:+.1f}, {row['communication_share']:.0%})"
         axes.annotate(
             text,
-            (row.ms_per_step, position),
+            (row["ms_per_step"], position),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",

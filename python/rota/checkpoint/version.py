@@ -29,8 +29,8 @@ from rota import _C
 from rota.checkpoint.contents import WHAT, Contents, Look
 from rota.checkpoint.keeper import SEALS
 from rota.errors import TransportError
-from rota.shared.aligned import AlignedLayout, round_up
 from rota.shared import buckets
+from rota.shared.aligned import AlignedLayout, round_up
 from rota.shared.flat import bytes_of, is_flat
 from rota.shared.memory import map_pages
 

@@ -50,21 +50,16 @@ class Forming:
         self._own = own
         self._processes = processes
         self._uuid = uuid
-        self._handles: list[Handle] = []
+        self.handles: list[Handle] = []
         self._unreadable = ""
         try:
-            self._handles = [
+            self.handles = [
                 handle if isinstance(handle, Handle) else Handle.parse(handle) for handle in handles
             ]
         except ValueError as error:
             self._unreadable = str(error)
         self._timeout = timeout
         self._key = f"generation/{uuid}"
-
-    @property
-    def handles(self) -> list[Handle]:
-        """The members' handles, by rank."""
-        return self._handles
 
     def agree(self) -> None:
         """Blocks until all members have said the same."""
@@ -114,7 +109,7 @@ class Forming:
             self._raise_outcome(document)
             if not self._conclude_if_gone():
                 pauses.sleep(
-                    [handle.who for handle in self._handles if handle.name not in document["ready"]]
+                    [handle.who for handle in self.handles if handle.name not in document["ready"]]
                 )
             document = self._documents.read(self._key)
 
@@ -133,8 +128,8 @@ class Forming:
             if not is_used:
                 said[self._own.name] = {
                     "who": self._own.who,
-                    "members": {handle.name: handle.who for handle in self._handles},
-                    "ranks": [handle.name for handle in self._handles],
+                    "members": {handle.name: handle.who for handle in self.handles},
+                    "ranks": [handle.name for handle in self.handles],
                     "problem": problem,
                 }
 
@@ -151,7 +146,7 @@ class Forming:
             if document["outcome"] is not None or self._own.name in document["ready"]:
                 return
             document["ready"].append(self._own.name)
-            if len(document["ready"]) == len(self._handles):
+            if len(document["ready"]) == len(self.handles):
                 document["outcome"] = [FORMED, ""]
 
         return self._documents.change(self._key, count)
@@ -177,7 +172,7 @@ class Forming:
         return self._documents.read(self._key)["outcome"] is not None
 
     def _conclude_if_gone(self) -> bool:
-        who = self._processes.describe_gone(self._handles)
+        who = self._processes.describe_gone(self.handles)
         if who:
             self._conclude("PeerFailed", f"{who} has died or left before all were connected")
         return bool(who)
@@ -198,11 +193,11 @@ class Forming:
         """What is wrong with this process's own arguments; empty: nothing."""
         if self._unreadable:
             return self._unreadable
-        names = [handle.name for handle in self._handles]
-        foreign = [handle for handle in self._handles if handle.job != self._own.job]
+        names = [handle.name for handle in self.handles]
+        foreign = [handle for handle in self.handles if handle.job != self._own.job]
         if foreign:
             return (
-                f"rank {self._handles.index(foreign[0])}, {foreign[0].who}, is of another job, "
+                f"rank {self.handles.index(foreign[0])}, {foreign[0].who}, is of another job, "
                 f"{foreign[0].job}; this one is {self._own.job}"
             )
         for name in names:

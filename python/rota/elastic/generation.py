@@ -47,13 +47,7 @@ class Generation:
             "agree", "connect". For benchmarks.
     """
 
-    number: int
-    uuid: str
-    rank: int
-    world_size: int
-    handles: list[str]
     communicator: Communicator
-    seconds: dict[str, float]
 
     def __init__(
         self,
@@ -69,7 +63,7 @@ class Generation:
         self.rank = rank
         self.world_size = len(handles)
         self.handles = [str(handle) for handle in handles]
-        self.seconds = {}
+        self.seconds: dict[str, float] = {}
         self._members = list(handles)
         self._forming: Forming | None = None
         self._store = store

@@ -33,13 +33,10 @@ class ModelGroup:
 
     def __init__(self, group: dist.ProcessGroup, replicas: Replicas | None) -> None:
         self.ranks = dist.get_process_group_ranks(group)
+        self.asks_replicas = replicas is not None
         self._replicas = replicas
         self._communicator = Communicator(group)
         self._communicator.barrier()  # connects the ranks, so that start() waits for nobody
-
-    @property
-    def asks_replicas(self) -> bool:
-        return self._replicas is not None
 
     def check_results(self) -> None:
         """Raises if a sum has failed on a GPU."""
