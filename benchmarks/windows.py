@@ -88,12 +88,6 @@ def calls_between_hosts(window: rota.Window, ring: TcpRing, num_bytes: int) -> d
     }
 
 
-def answer_tcp(ring: TcpRing, num_bytes: int) -> None:
-    """The other end of one "tcp" call."""
-    ring.move(to_send=0, to_recv=num_bytes)
-    ring.move(to_send=1, to_recv=0)
-
-
 def measure(calls: Mapping[str, Call], num_calls: int, repeats: int) -> dict[str, list[float]]:
     for call in calls.values():
         call()
@@ -126,7 +120,8 @@ def rank_main_on_host(pipe: Connection, rank: int, sizes: list[int], repeats: in
             pipe.send(measure(calls, num_calls, repeats))
         else:
             for _ in range(1 + repeats * num_calls):
-                answer_tcp(ring, num_bytes)
+                ring.move(to_send=0, to_recv=num_bytes)
+                ring.move(to_send=1, to_recv=0)
     pipe.poll(None)  # with an open window
 
 

@@ -147,10 +147,6 @@ def share_of(rank: int, split: Sequence[int]) -> range:
     return range(begin, begin + split[rank])
 
 
-def even_split(num_ranks: int, num_micro_batches: int) -> list[int]:
-    return split_by_speed([1.0] * num_ranks, num_micro_batches)
-
-
 @dataclasses.dataclass
 class Report:
     """What one rank has to say about its run, by step."""
@@ -210,7 +206,7 @@ def train(rank: int, folder: Path, args: argparse.Namespace) -> None:
     trainers: dict[str, TreeTrainer | JoinTrainer] = {EVEN: even, MEASURED: measured, JOIN: join}
     report = Report([], {name: [] for name in trainers}, {EVEN: [], MEASURED: []}, [], {})
     speed = Speed()
-    equal = even_split(args.ranks, args.micro_batches)
+    equal = split_by_speed([1.0] * args.ranks, args.micro_batches)
     split = equal
     for step in range(args.steps):
         for name, trainer in trainers.items():

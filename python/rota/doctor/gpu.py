@@ -64,7 +64,8 @@ def run(output: Path) -> int:
     passed: bool = self_test["passed"]
     record["self_test"] = self_test
     record["gpu_state"] = _gpu_state(device)
-    path = output / f"gpu-{_slug(record['gpu'])}-{record['date']}.json"
+    slug = re.sub(r"[^a-z0-9]+", "-", record["gpu"].lower()).strip("-")
+    path = output / f"gpu-{slug}-{record['date']}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"{'the self-test passed' if passed else 'THE SELF-TEST FAILED'}; record: {path}")
     if "error" in self_test:
@@ -163,10 +164,6 @@ def _self_test(device: torch.device) -> dict[str, Any]:
             for report in reports
         ],
     }
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _nvidia_smi(*arguments: str) -> str | None:

@@ -211,7 +211,8 @@ class State:
         }
         if not is_as_committed:
             self._warn_of_changes(source)
-        self._roll_back()
+        for part in self._parts:
+            part.roll_back()
         timer.end("compare")
         if receivers or check_equal:
             self._transfer(generation, timer, source, receivers, check_equal)
@@ -371,10 +372,6 @@ class State:
         for part in self._parts:
             part.remember()
         self._num_changes = self._count_changes()
-
-    def _roll_back(self) -> None:
-        for part in self._parts:
-            part.roll_back()
 
     def _has_changed(self) -> bool:
         """Whether parameters were written to since the last commit."""

@@ -88,10 +88,9 @@ class DiLoCo(LocalSGD):
 
     def _agreed(self) -> dict[str, float]:
         rates = [group.get("lr", 0.0) for group in self.outer_optimizer.param_groups]
-        return {
-            **super()._agreed(),
-            **{_rate_name(i, len(rates)): float(rate) for i, rate in enumerate(rates)},
-        }
+        groups = [f" in parameter group {i}" for i in range(len(rates))] if len(rates) > 1 else [""]
+        named = zip(groups, rates, strict=True)
+        return super()._agreed() | {f"outer_optimizer's lr{of}": float(x) for of, x in named}
 
     def _check_is_outer_step(self, *_: object) -> None:
         if not self._is_outer_step:
@@ -115,8 +114,3 @@ class DiLoCo(LocalSGD):
         options.check_state_dict(self._name, state_dict, [*SAVED, "outer_optimizer"])
         super().load_state_dict(state_dict)
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
-
-
-def _rate_name(number: int, num_groups: int) -> str:
-    of_group = f" in parameter group {number}" if num_groups > 1 else ""
-    return f"outer_optimizer's lr{of_group}"
