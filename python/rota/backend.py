@@ -86,25 +86,7 @@ def create(
         options.store, options.group_rank, options.group_size, options.global_ranks_in_group
     )
     steps = JointSteps.over(ranks, "BackendOptions")
-    steps.timeout = timeouts.usable(options.timeout)
-    with steps.publishing() as check_peers:
-        return _create(options, given, make_members, steps, check_peers)
-
-
-def _create(
-    options: GroupOptions,
-    given: object,
-    make_members: MakeMembers | None,
-    steps: JointSteps,
-    check_peers: Callable[[], None],
-) -> _C.ProcessGroupRota:
-    timeout = steps.timeout
-    if given is None:
-        given = BackendOptions()
-    elif not isinstance(given, _C.BackendOptions):
-        raise TypeError(
-            f"rota: pg_options is of type {type(given).__name__}, expected rota.BackendOptions"
-        )
+    steps.timeout = timeout = timeouts.usable(options.timeout)
 
     def make_nccl(collective: str, store: dist.Store, rank: int, world_size: int) -> Backend:
         if not dist.is_nccl_available():
@@ -121,20 +103,26 @@ def _create(
         _torch.set_timeout(options, timeout)
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, world_size, options)
 
-    # torch lists ranks for subgroups only. A subgroup of one host connects at its first use; the
-    # default group connects now and so names missing ranks at once. So do subgroups over several
-    # hosts, because their engine connects all ranks together.
-    ranks = options.global_ranks_in_group
-    is_lazy = len(ranks) > 0 and not _spans_hosts(ranks)
-    own = copy.deepcopy(given)  # the caller may use it for other groups
-    _torch.set_timeout(own, timeout)
-    own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, steps.check_all)
-    own.connects_at_first_use = is_lazy
-    own.check_peers = check_peers
-    own.why_ended = steps.why_ended
-    own.watch_block = watch_block
-    arguments = (options.store, options.group_rank, options.group_size, own, make_nccl, make_window)
-    if make_members is None:
-        return _C.ProcessGroupRota(*arguments)
-    members = make_members(options.store, timeout)
-    return _C.ProcessGroupRota(*arguments, members.handle, members.reconfigure)
+    with steps.publishing() as check_peers:
+        if given is None:
+            given = BackendOptions()
+        elif not isinstance(given, _C.BackendOptions):
+            raise TypeError(
+                f"rota: pg_options is of type {type(given).__name__}, expected rota.BackendOptions"
+            )
+        # torch lists ranks for subgroups only. A subgroup of one host connects at its first use;
+        # the default group connects now and so names missing ranks at once. So do subgroups over
+        # several hosts, because their engine connects all ranks together.
+        listed = options.global_ranks_in_group
+        own = copy.deepcopy(given)  # the caller may use it for other groups
+        _torch.set_timeout(own, timeout)
+        own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, steps.check_all)
+        own.connects_at_first_use = len(listed) > 0 and not _spans_hosts(listed)
+        own.check_peers = check_peers
+        own.why_ended = steps.why_ended
+        own.watch_block = watch_block
+        made = options.store, options.group_rank, options.group_size, own, make_nccl, make_window
+        if make_members is None:
+            return _C.ProcessGroupRota(*made)
+        members = make_members(options.store, timeout)
+        return _C.ProcessGroupRota(*made, members.handle, members.reconfigure)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rota import _C, errors
 from rota.errors import Mismatch, PeerFailed, Timeout, TransportError
-from rota.rendezvous.polling import poll
+from rota.rendezvous.polling import Ends, known_ends, poll
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ class Claims(Generic[C]):
         seen: list[str | None] = []
         met: list[C] = []
         together: list[C] = []
-        ends: dict[int, str] = {}  # of ranks, from before the claims were read
+        ends = Ends(lambda ranks: known_ends(self._why_ended, ranks, own.rank))
 
         def missing() -> list[int]:
             there = {claim.rank for claim in met if not claim.error}
             return [rank for rank in range(own.world_size) if rank not in there]
 
         def have_agreed() -> bool:
-            nonlocal claims, seen, met, together, ends
+            nonlocal claims, seen, met, together
             if together and have_begun(together):
                 return True
             claims = self.all(own.world_size)
@@ -173,11 +173,8 @@ class Claims(Generic[C]):
             # and goes on.
             are_all = len(met) == own.world_size
             check(claims, met, [c for c in met if are_all or c.attempt == own.attempt])
-            for rank in missing():
-                if end := ends.get(rank):
-                    raise PeerFailed(f"{own.what}: {own.who}: {end}")
-            if self._why_ended is not None:
-                ends = {rank: self._why_ended(rank) for rank in missing() if rank != own.rank}
+            for end in ends.of(missing()):
+                raise PeerFailed(f"{own.what}: {own.who}: {end}")
             if any(claim is None or claim.error for claim in claims) or {*seen} != {tokens}:
                 return False
             together = [claim for claim in claims if claim is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rota import errors, timeouts
 from rota.errors import PeerFailed, RotaError, Timeout, TransportError
 from rota.rendezvous.groups import Ranks, end_watch, next_number, peer_check, store_of
-from rota.rendezvous.polling import POLL_S, poll
+from rota.rendezvous.polling import POLL_S, Ends, known_ends, poll
 
 T = TypeVar("T")
 
@@ -183,27 +183,25 @@ class JointSteps:
     def check_all(self) -> None:
         """As check(), where every rank is needed: raises if one of them has ended."""
         self.check()
-        self._raise_lost(self._ends_of(range(self.world_size)))
+        self._raise_lost(self._ends_of(range(self.world_size)).values())
 
-    def _raise_lost(self, ends: Mapping[int, str]) -> None:
-        for end in ends.values():
+    def _raise_lost(self, ends: Iterable[str]) -> None:
+        for end in ends:
             raise PeerFailed(f"{self._prefix()}: {end}")
 
     def _wait_for_all(self, deadline: float) -> list[Any]:
-        ends: dict[int, str] = {}  # of ranks, from before the results were read
+        ends = Ends(self._ends_of)
         results: dict[int, Any] = {}
         missing: list[int] = []
 
         def have_all() -> bool:
-            nonlocal ends, results, missing
+            nonlocal results, missing
             lines = self.store.get(f"step/{self.num_steps}").splitlines()
             results = dict(map(json.loads, lines))
             missing = [rank for rank in range(self.world_size) if rank not in results]
             if missing:
                 self.check()
-                self._raise_lost({rank: ends[rank] for rank in missing if rank in ends})
-                # One may have done its part and ended since: the next look tells.
-                ends = self._ends_of(missing)
+                self._raise_lost(ends.of(missing))
             return not missing
 
         if not poll(have_all, deadline, self._last_pause_s):
@@ -217,10 +215,7 @@ class JointSteps:
 
     def _ends_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """How those of these ranks have ended that have, as far as that is known."""
-        if self.why_ended is None:
-            return {}
-        ends = {rank: self.why_ended(rank) for rank in ranks if rank != self.rank}
-        return {rank: end for rank, end in ends.items() if end}
+        return known_ends(self.why_ended, ranks, self.rank)
 
     def _prefix(self) -> str:
         return f"{self._what}: rank {self.rank}/{self.world_size}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from rota.errors import Timeout
@@ -60,3 +60,26 @@ class NamedPauses:
         if waited_s > STALL_S and not self._has_warned:
             self._has_warned = True
             print(f"{text}; still waiting", file=sys.stderr, flush=True)
+
+
+def known_ends(
+    why_ended: Callable[[int], str] | None, ranks: Iterable[int], own_rank: int
+) -> dict[int, str]:
+    """How those of these ranks have ended that have, as far as that is known."""
+    if why_ended is None:
+        return {}
+    ends = {rank: why_ended(rank) for rank in ranks if rank != own_rank}
+    return {rank: end for rank, end in ends.items() if end}
+
+
+class Ends:
+    """How awaited ranks have ended. What is found at one look counts at the next: a rank may have
+    done its part, which that look has not seen yet, before it ended."""
+
+    def __init__(self, find: Callable[[Sequence[int]], Mapping[int, str]]) -> None:
+        self._find = find
+        self._found: Mapping[int, str] = {}
+
+    def of(self, awaited: Sequence[int]) -> list[str]:
+        found, self._found = self._found, self._find(awaited)
+        return [found[rank] for rank in awaited if rank in found]
