@@ -55,7 +55,7 @@ def crc32(text: Tensor) -> int:
 
 
 def default_folder() -> Path:
-    """Of what rota can make again: $ROTA_CACHE_DIR, else rota in $XDG_CACHE_HOME or ~/.cache."""
+    """Where rota caches: $ROTA_CACHE_DIR, or else rota in $XDG_CACHE_HOME or in ~/.cache."""
     if own := os.environ.get("ROTA_CACHE_DIR"):
         return Path(own)
     # The XDG base directory specification says to ignore relative paths.

@@ -95,7 +95,7 @@ def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tens
         tensor: same shape and dtype on every rank, strided.
         root: in [0, world_size).
 
-    All else is as of `all_reduce`, with `Communicator.broadcast`.
+    All else is as in `all_reduce`, with `Communicator.broadcast`.
     """
     out: Tensor = _Broadcast.apply(tensor, root, _name_of(communicator))
     return out
@@ -120,7 +120,7 @@ def all_gather(tensor: Tensor, communicator: Communicator) -> Tensor:
     Returns:
         (world_size * length, ...), contiguous, of the same dtype and device.
 
-    All else is as of `all_reduce`, with `Communicator.all_gather`.
+    All else is as in `all_reduce`, with `Communicator.all_gather`.
     """
     out: Tensor = _AllGather.apply(tensor, _name_of(communicator))
     return out

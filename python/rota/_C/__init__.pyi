@@ -70,7 +70,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """64 bits of the bytes of a contiguous CPU tensor; against damage, not against forgery."""
 
 def check_messages_apart(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-    """Of messages that start together: ValueError if one that is received overlaps another."""
+    """Raises ValueError if a message that is received overlaps another that starts with it."""
 
 def copy_with_checksum(dst: torch.Tensor, src: torch.Tensor) -> int:
     """Copies a contiguous CPU tensor into one of as many bytes; returns checksum(src)."""

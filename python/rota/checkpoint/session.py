@@ -167,7 +167,7 @@ class Sessions(Claims[RankClaim]):
         self._last: Session | None = None
 
     def begin(self, own: RankClaim, deadline: float, left: Callable[[], list[int]]) -> Session:
-        """Blocks until all ranks have seen the same claims; `left` returns ended ones of here."""
+        """Blocks until all ranks have seen the same claims."""
         token = ""  # of what this rank has seen all agree on last
 
         def have_begun(claims: Sequence[RankClaim] = ()) -> bool:

@@ -67,7 +67,7 @@ class JointSteps:
 
         Passes over those for which other ranks have waited in vain. This one may have failed before
         it counted, as in a call with an unknown argument, and the next try of all ranks must meet.
-        Errors have its name, where it may have several, instead of "rota." and what it is.
+        `name` is for errors, if that is not "rota." and `what`.
         """
         name = name or f"rota.{what}"
         while True:
@@ -90,10 +90,10 @@ class JointSteps:
     def step(self, run: Callable[[], T], deadline: float | None = None) -> list[T]:
         """Runs `run` and blocks until every rank has done so; returns all results by rank.
 
-        Results travel as JSON. Raises what `run` has raised here or, with the rank's name and the
-        text, elsewhere: as rota.TransportError, or the same kind if it was an error of rota's. So
-        do rota.PeerFailed for a rank that has ended before it took this step, and rota.Timeout at
-        the deadline, in time.monotonic(); None: the timeout after its begin.
+        Results travel as JSON. Raises what `run` has raised here; what it has raised elsewhere,
+        with the rank and the text, as rota.TransportError or as an error of rota's of its kind;
+        rota.PeerFailed for a rank that has ended before it took this step; and rota.Timeout at the
+        deadline, in time.monotonic() (None: the timeout after its begin).
         """
         with self.telling():
             card = json.dumps([self.rank, run()]) + "\n"

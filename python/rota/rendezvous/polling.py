@@ -15,7 +15,7 @@ STALL_S = 1.0
 
 
 class Pauses:
-    """Between the looks of one wait until a deadline, in time.monotonic(); they grow to last_s."""
+    """Between the looks of a wait until a deadline, in time.monotonic(); they grow to last_s."""
 
     def __init__(self, deadline: float, last_s: float) -> None:
         self._deadline = deadline
