@@ -54,16 +54,15 @@ class Pipeline:
 
 
 def amp_call(
-    turn: Turn, rota: Any, group: dist.ProcessGroup | None, device: str = "cpu"
+    turn: Turn, rota: Any, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], object], int | None]:
     """The turn to time, and the number of wrong elements after a first one on random gradients.
 
     Args:
         rota: the module; None if it is not built.
         group: the process group of torch's hook.
-        device: the bucket's device.
     """
-    bucket = make_bucket(turn.num_elems, device=device)
+    bucket = make_bucket(turn.num_elems)
     gradient = bucket.buffer()
     # If rota warns, it falls back to torch, and torch's time would be reported as rota's.
     warnings.filterwarnings("error", message=r"rota\.")
@@ -99,8 +98,7 @@ def make_pipeline(
 
         return Pipeline(reduce, 1.0, optimizer)
 
-    device = bucket.buffer().device
-    loss = torch.zeros((), device=device)
+    loss = torch.zeros(())
     in_place = entry.api not in (FUSED, FUSED_UNSCALED)
     loss_scale = 0.5 if in_place else 1.0
     # The scale must not grow, because that would change the gradient.
@@ -108,7 +106,7 @@ def make_pipeline(
     if entry.api in (TORCH_AMP, ROTA_HOOK_TORCH_AMP):
         hooks = default_hooks if entry.api == TORCH_AMP else rota
         hook, state = hooks.fp16_compress_hook, group
-        scaler: Any = torch.amp.GradScaler(device.type, **options)
+        scaler: Any = torch.amp.GradScaler("cpu", **options)
         clip: Any = torch.nn.utils.clip_grad_norm_
         clip_options = {}
     else:
@@ -152,7 +150,6 @@ def count_wrong(
     if norm is not None:
         factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as in torch.nn.utils.clip_grad_norm_
         num_wrong += not abs(float(norm) - exact_norm) <= norm_bound
-    exact, bound = exact.to(gradient.device), bound.to(gradient.device)
     divisor = float(getattr(pipeline.optimizer, "grad_scale", None) or 1.0)
     for part in gradient.split(PERIOD_ELEMS):
         here = slice(0, part.numel())

@@ -32,9 +32,7 @@ class OneParameter(torch.nn.Module):
 
 
 @lru_cache(maxsize=1)  # all entries use the same memory
-def make_bucket(
-    num_elems: int, group: dist.ProcessGroup | None = None, device: str = "cpu"
-) -> GradBucket:
+def make_bucket(num_elems: int, group: dist.ProcessGroup | None = None) -> GradBucket:
     """A float32 bucket as DDP passes it to a hook; only DDP can make a GradBucket.
 
     Its memory is the gradient of its one parameter, so a reduced bucket is a reduced gradient.
@@ -43,15 +41,12 @@ def make_bucket(
 
     def keep(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buckets.append(bucket)
-        # A future of a CUDA tensor has to know its device.
-        device = bucket.buffer().device
-        devices = [device] if device.type == "cuda" else []
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[*devices])
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
     model = torch.nn.parallel.DistributedDataParallel(
-        OneParameter(num_elems).to(device), process_group=group, gradient_as_bucket_view=True
+        OneParameter(num_elems), process_group=group, gradient_as_bucket_view=True
     )
     model.register_comm_hook(None, keep)
     model().backward()

@@ -278,7 +278,7 @@ class HostNetwork:
         if self._rate is not None:
             self.set_rate(self._rate)
 
-    def serve_store(self, timeout_s: float = 30.0) -> dist.TCPStore:
+    def serve_store(self) -> dist.TCPStore:
         """An empty store, whose server runs in this process until the network ends, and listens at
         the switch, where it outlives every host."""
         store = self.switch.call(
@@ -286,7 +286,7 @@ class HostNetwork:
                 SWITCH_ADDRESS,
                 0,
                 is_master=True,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=30),
                 wait_for_workers=False,
             )
         )

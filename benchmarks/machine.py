@@ -17,8 +17,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def busy_cores(seconds: float = 0.5) -> float:
-    """Average number of cores that other programs keep busy, while this one sleeps `seconds`."""
+def busy_cores() -> float:
+    """Average number of cores that other programs keep busy, while this one sleeps."""
+    seconds = 0.5
     start_ticks = _busy_ticks()
     time.sleep(seconds)
     return (_busy_ticks() - start_ticks) / os.sysconf("SC_CLK_TCK") / seconds

@@ -63,14 +63,13 @@ def default_folder() -> Path:
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "rota"
 
 
-def open_corpus(folder: Path | None = None, root: Path = STDLIB) -> tuple[Tensor, Tensor]:
+def open_corpus(folder: Path, root: Path = STDLIB) -> tuple[Tensor, Tensor]:
     """The text of read_corpus(), mapped from a file in `folder`, which is written if necessary.
 
     Processes that start together write it once: the others wait. It is written again if a source
     has changed (in size or time of modification), has come or gone, or if the file is damaged.
     Tensors that were opened before keep their text. Use a local disk.
     """
-    folder = folder or default_folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"corpus-{zlib.crc32(str(root).encode()):08x}.pt"
     # States come first: what changes while the files are read makes this file a stale one.

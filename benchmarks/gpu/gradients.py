@@ -57,13 +57,12 @@ def make(
     return flat, list(flat.split(mixed_sizes(flat.numel(), num_tensors, is_aligned)))
 
 
-def one_way(wire: Wire, unit: float = error_bound.FLOAT32_UNIT) -> Bound:
-    """Error bound of a gradient after pack and unpack with a factor; `unit` is the relative error
-    of its own dtype."""
+def one_way(wire: Wire) -> Bound:
+    """Error bound of a gradient after pack and unpack with a factor."""
 
     def bound(contributions: Sequence[Tensor]) -> Tensor:
         magnitude = contributions[0].double().abs()
-        rounding = 2 * max(unit, error_bound.FLOAT32_UNIT) * magnitude + error_bound.FLOAT32_TINY
+        rounding = 2 * error_bound.FLOAT32_UNIT * magnitude + error_bound.FLOAT32_TINY
         return error_bound.conversion_bound(magnitude, wire) + rounding
 
     return bound
