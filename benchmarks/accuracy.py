@@ -130,10 +130,7 @@ Judged = tuple[str, str, int, Errors]  # set, hook, number of ranks, errors
 
 def rank_main(pipe: Connection, rank: int, files: dict[str, Path], store: str) -> None:
     """One of MAX_RANKS processes: averages with the others, and sends the errors that it found.
-
-    Args:
-        files: by name, sets of gradients in float32: (MAX_RANKS, elements).
-    """
+    `files` are sets of gradients by name: float32, (MAX_RANKS, elements)."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, MAX_RANKS), rank=rank, world_size=MAX_RANKS
     )

@@ -57,11 +57,7 @@ def amp_call(
     turn: Turn, rota: Any, group: dist.ProcessGroup | None
 ) -> tuple[Callable[[], object], int | None]:
     """The turn to time, and the number of wrong elements after a first one on random gradients.
-
-    Args:
-        rota: the module; None if it is not built.
-        group: the process group of torch's hook.
-    """
+    `group` is of torch's hook."""
     bucket = make_bucket(turn.num_elems)
     gradient = bucket.buffer()
     # If rota warns, it falls back to torch, and torch's time would be reported as rota's.

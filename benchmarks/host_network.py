@@ -65,11 +65,7 @@ class NotAvailable(Exception):
 
 
 def rate_bits_per_s(rate: str) -> float:
-    """The number behind "1gbit" or "100mbit", as `tc` reads them.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The number behind "1gbit" or "100mbit", as `tc` reads them; a ValueError if it is none."""
     match = re.fullmatch(r"(\d+)([kmg]bit)", rate)
     if match is None or int(match[1]) == 0:
         raise ValueError(f"{rate!r} is not a rate; expected one such as 1gbit or 100mbit")
@@ -120,11 +116,7 @@ def rank_environments(
 
 
 def enter_namespace(path: str) -> None:
-    """Moves the calling thread, and threads and processes that it starts, into a namespace.
-
-    Raises:
-        OSError: it may not, or there is no such namespace.
-    """
+    """Moves the calling thread, and threads and processes that it starts, into a namespace."""
     namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _check(_libc.setns(namespace, _CLONE_NEWNET), f"cannot enter {path}")

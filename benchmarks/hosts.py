@@ -103,11 +103,7 @@ def sent_by_host(num_bytes: int, num_hosts: int) -> int:
 class TcpRing:
     """Sends to the next host while receiving from the one before, so that all links are busy in
     both directions, as in an all-reduce. One thread, and two connections where there are two hosts.
-
-    Args:
-        leaders: the group of one rank of each host, for the addresses.
-        host: this rank's.
-    """
+    `leaders`, a group of one rank of each host, is for the addresses."""
 
     def __init__(self, leaders: dist.ProcessGroup, host: int) -> None:
         addresses: list[Any] = [None] * leaders.size()
@@ -153,12 +149,7 @@ class TcpRing:
 
 
 class HostRank(TorchRank):
-    """A rank with groups for rota in several wire dtypes and for the leaders, and TCP's ring.
-
-    Args:
-        num_ranks_per_host: host by host.
-        wire_dtypes: of rota between hosts, by name; a group for each.
-    """
+    """A rank with TCP's ring, and groups for the leaders and for rota in each wire dtype."""
 
     def __init__(self, num_ranks_per_host: list[int], wire_dtypes: list[str]) -> None:
         super().__init__({"rota"} if wire_dtypes else set())

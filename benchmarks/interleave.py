@@ -65,13 +65,8 @@ def measure(
     item_bytes: int,
     args: argparse.Namespace,
 ) -> list[Measurement]:
-    """Measures all `entries` at one size, in turns.
-
-    Args:
-        ask: sends a turn to the ranks of the turn's entry and returns their replies.
-        args: of arguments.add_measuring_arguments: `repeats` turns per entry, each of `iters`
-            samples after `warmup` untimed ones.
-    """
+    """Measures all `entries` at one size, in turns; `args` are those of
+    arguments.add_measuring_arguments."""
     results = []
     for entry in entries:
         batch = 1

@@ -27,7 +27,6 @@ class Mpi:
     Args:
         package: the PyPI requirement that contains the library and its mpiexec.
         mpiexec_args: for one host; no pinning, because the torch ranks are not pinned either.
-        env: variables to set.
         machines: architectures with a wheel.
     """
 

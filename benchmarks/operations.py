@@ -74,9 +74,9 @@ def message_call(op: str, rank: int, message: object, send: Call, recv: Call) ->
     if op == "one_way":
         return partial(send, message, 1) if rank == 0 else partial(recv, message, 0)
     first, second = (send, recv) if rank == 0 else (recv, send)
-    return partial(_call_both, first, second, message, 1 - rank)
+    return partial(call_both, partial(first, message, 1 - rank), partial(second, message, 1 - rank))
 
 
-def _call_both(first: Call, second: Call, message: object, peer: int) -> None:
-    first(message, peer)
-    second(message, peer)
+def call_both(first: Call, second: Call) -> None:
+    first()
+    second()

@@ -46,15 +46,11 @@ class Turn:
     """The measurement that one rank must make before the next backend's turn.
 
     Args:
-        entry: what to call.
-        op: the collective, of operations.py.
+        op: of operations.py.
         dtype: element type by its torch name.
         num_elems: elements of the message, a multiple of what Operation.num_parts returns.
-        num_warmups: untimed samples.
-        num_samples: timed samples.
         batch: calls per sample, so that a sample is long compared with the clock's overhead.
-        check_seed: seed of an extra call before the warm-up, whose result is checked; None for no
-            check.
+        check_seed: of an extra call before the warm-up, whose result is checked.
     """
 
     entry: Entry

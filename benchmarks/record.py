@@ -30,9 +30,8 @@ class Run:
     """A context manager; failures of ranks end the process with one line.
 
     Args:
-        benchmark: the script's name, for the record.
+        benchmark: the script's name.
         num_ranks: the largest number of ranks that work at once.
-        args: the command line.
         name: what is measured, as part of the record's file name.
 
     Example:

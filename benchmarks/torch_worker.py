@@ -18,7 +18,7 @@ import ddp_turn
 import hook_turn
 import tiles
 from exact import MAX_FLOAT8_SUM, MAX_SUM
-from operations import MESSAGES, OPERATIONS, Call, message_call
+from operations import MESSAGES, OPERATIONS, Call, call_both, message_call
 from protocol import FAKE_AND_BARRIER, ROTA_EMPTY, Entry, Hello, Reply, Turn, time_samples
 from record import Run
 from workers import Workers, serve
@@ -215,11 +215,6 @@ def dist_call(
         case "barrier":
             return partial(dist.barrier, group=group)
     raise ValueError(f"unknown collective {op}")
-
-
-def call_both(first: Call, second: Call) -> None:
-    first()
-    second()
 
 
 def copy_call(turn: Turn) -> Call:

@@ -35,13 +35,8 @@ def add_ranks(parser: Parser, minimum: int = 2) -> None:
 def parse_arguments(
     parser: Parser, quick_steps: int = QUICK_STEPS, **defaults: float
 ) -> argparse.Namespace:
-    """Parses the command line, with the arguments that all these benchmarks have.
-
-    Args:
-        parser: with a benchmark's own arguments.
-        quick_steps: of --quick.
-        defaults: of arguments of training, where they are not the demo's.
-    """
+    """Parses the command line, with the arguments that all these benchmarks have; `defaults` are
+    for those of training that differ from the demo's."""
     parser.add("--quick", action="store_true", help=f"at most {quick_steps} steps of each variant")
     parser.add_json()
     train_gpt.add_training_arguments(parser)

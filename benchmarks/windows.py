@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from statistics import median
 
@@ -34,19 +33,13 @@ from workers import Workers
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How many calls a turn has, so that it takes about as long for every size."""
-
-    max_calls: int
-    num_bytes: int
-
-    def num_calls(self, num_bytes: int) -> int:
-        return max(2, min(self.max_calls, self.num_bytes // num_bytes))
+# The most calls and bytes of a turn, which so takes about as long for every size.
+ON_ONE_HOST = 20_000, 128 << 20
+BETWEEN_HOSTS = 200, 32 << 20
 
 
-ON_ONE_HOST = Turns(max_calls=20_000, num_bytes=128 << 20)
-BETWEEN_HOSTS = Turns(max_calls=200, num_bytes=32 << 20)
+def num_calls_of(num_bytes: int, max_calls: int, max_bytes: int) -> int:
+    return max(2, min(max_calls, max_bytes // num_bytes))
 
 
 def microseconds_per_call(call: Call, num_calls: int) -> float:
@@ -104,7 +97,7 @@ def rank_main(pipe: Connection, rank: int, store: str, sizes: list[int], repeats
     window = rota.Window(max(sizes) // 4, dtype=torch.float32)
     for num_bytes in sizes if rank == 0 else ():
         calls = calls_on_one_host(window, num_bytes)
-        pipe.send(measure(calls, ON_ONE_HOST.num_calls(num_bytes), repeats))
+        pipe.send(measure(calls, num_calls_of(num_bytes, *ON_ONE_HOST), repeats))
     pipe.poll(None)  # with an open window
 
 
@@ -114,7 +107,7 @@ def rank_main_on_host(pipe: Connection, rank: int, sizes: list[int], repeats: in
     ring = TcpRing(dist.group.WORLD, host=rank)
     window = rota.Window(max(sizes) // 4, dtype=torch.float32)
     for num_bytes in sizes:
-        num_calls = BETWEEN_HOSTS.num_calls(num_bytes)
+        num_calls = num_calls_of(num_bytes, *BETWEEN_HOSTS)
         if rank == 0:
             calls = calls_between_hosts(window, ring, num_bytes)
             pipe.send(measure(calls, num_calls, repeats))

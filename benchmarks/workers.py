@@ -108,10 +108,7 @@ class Workers:
     ) -> None:
         """Starts one more rank: `function(pipe, *args)`, which must be at the top of a module. What
         it returns is sent at last; then it sleeps, since a rank that ends takes a core from others.
-
-        Args:
-            namespace, env: of a simulated host (host_network.py).
-        """
+        `namespace` and `env` are of a simulated host (host_network.py)."""
         pipe, far_end = CONTEXT.Pipe()
         arguments = (far_end, function, args, namespace, dict(env or {}))
         process = CONTEXT.Process(target=_forked, args=arguments, daemon=True)
@@ -123,11 +120,7 @@ class Workers:
     def launch(
         self, command: Sequence[str], num_ranks: int = 1, env: Mapping[str, str] | None = None
     ) -> None:
-        """Starts ranks by a command, such as mpiexec's; each calls `join`, and this waits for all.
-
-        Raises:
-            RankError: the command ended before, or a rank timed out.
-        """
+        """Starts ranks by a command, such as mpiexec's; each calls `join`, this waits for them."""
         first, self._num_started = self._num_started, self._num_started + num_ranks
         path = str(self.folder / f"{first}.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -168,10 +161,7 @@ class Workers:
 
     def recv_all(self, ranks: Collection[int] | None = None) -> dict[int, Any]:
         """The next note of each of these ranks, or of all; blocks, sleeping, until all are there.
-
-        Raises:
-            RankError: a rank died, raised, or took longer than `timeout_s`.
-        """
+        A rank that died, raised or took longer than `timeout_s` is a RankError."""
         awaited = {self._ranks[rank].pipe: rank for rank in ranks or self._ranks}
         notes: dict[int, Any] = {}
         deadline_s = time.monotonic() + self._timeout_s
@@ -215,11 +205,8 @@ class Workers:
         return killed_ns
 
     def stop(self) -> None:
-        """Lets ranks that `serve` end in their own way, and waits for their launchers.
-
-        Raises:
-            RankError: a launcher does not end, or its exit status is not 0.
-        """
+        """Lets ranks that `serve` end in their own way, and waits for their launchers, whose
+        failure is a RankError."""
         for rank in self._ranks:
             self.send(rank, None)
             self._ranks[rank].pipe.close()

@@ -33,14 +33,8 @@ class Placement:
 
 
 def find_gpus(wanted: str) -> Gpus:
-    """Counts usable GPUs.
-
-    Args:
-        wanted: "auto" uses GPUs if there are any, "cpu" uses none, and "cuda" requires one.
-
-    Raises:
-        ValueError: "cuda" was asked for and there is no GPU.
-    """
+    """Counts usable GPUs: "auto" uses them if there are any, "cpu" uses none, and "cuda" requires
+    one, or this raises a ValueError."""
     if wanted == "cpu":
         return Gpus(0, "--device cpu")
     if not torch.cuda.is_available():

@@ -151,9 +151,7 @@ class GPT(nn.Module):
 
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, both (len(starts), context) int64; targets are one byte ahead.
-
-    All are on the device of `text`, where `starts` must be, too.
-    """
+    All are on the device of `text`, where `starts` must be, too."""
     block = text[starts[:, None] + torch.arange(context + 1, device=text.device)].long()
     return block[:, :-1], block[:, 1:]
 

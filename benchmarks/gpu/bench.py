@@ -108,13 +108,8 @@ class Bench:
         )
 
     def measure(self, jobs: Sequence[Job], op: str, num_bytes: int, **shape: Any) -> None:
-        """Measures all jobs in turns and records a row for each.
-
-        Args:
-            op: what the jobs do.
-            num_bytes: the jobs' size.
-            shape: other fields that distinguish these rows from others of the same size.
-        """
+        """Measures all jobs in turns and records a row for each; `shape` are fields that tell these
+        rows from others of the same size."""
         where = ", ".join([op, report.format_bytes(num_bytes), *map(str, shape.values())])
         if jobs:
             entry = replace(jobs[0].entry, label=jobs[0].entry.label + AGAIN)

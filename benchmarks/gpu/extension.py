@@ -32,11 +32,8 @@ MAX_PACK_BYTES = 64 << 20
 
 
 def needs(archs: str) -> dict[str, str]:
-    """What a pack must have been built from and for, to be used here.
-
-    Args:
-        archs: ROTA_CUDA_ARCHS.
-    """
+    """What a pack must have been built from and for, to be used here; `archs` as in
+    ROTA_CUDA_ARCHS."""
     import torch  # here, since a run imports this module and uses no torch
 
     digest = hashlib.sha256()

@@ -88,7 +88,6 @@ class Step:
     """A command.
 
     Args:
-        limit_s: time limit.
         env: variables in addition to this process's environment.
         is_optional: its failure is reported, but does not fail the run.
         reason: why it is skipped; None if it is not.
