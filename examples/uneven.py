@@ -326,11 +326,7 @@ def parse_args() -> argparse.Namespace:
 def print_results(
     args: argparse.Namespace, alone: Alone, reports: list[Report], joined: Tensor
 ) -> None:
-    """Exits with an error if parameters lack the bits of one rank.
-
-    Args:
-        joined: parameters of Join, flat.
-    """
+    """Exits with an error if parameters lack the bits of one rank; `joined` are those of Join."""
     console = Console(soft_wrap=True)
     num_cores = len(os.sched_getaffinity(0))
     console.print(f"{args.ranks} ranks on {num_cores} cores, the last {args.slow:g} times slower")
