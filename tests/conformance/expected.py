@@ -9,6 +9,7 @@ A line is `test gloo rota reason`. `gloo` and `rota` have a letter per world siz
     f  fails
 
 The reason is the line of torch that gates, skips or excludes the test on rota, and the error.
+Tests that pass everywhere, and those that torch skips everywhere, are only counted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HEADER = f"""\
 # ranks, without GPUs: p passes, l passes with a gate lifted, s skipped, x excluded by torch,
 # f fails; see expected.py. Written by `run.py --record`.
 """
+COUNTED = {"pass": "p", "are skipped": "s"}
 
 
 @dataclass
@@ -66,6 +68,16 @@ def list_path(torch_version: str) -> Path:
     return Path(__file__).parent / f"torch-{major}.{minor}.txt"
 
 
+def counts_of(path: Path) -> dict[str, int]:
+    """How many tests pass everywhere and are skipped everywhere, by their letter."""
+    text = path.read_text()
+    counts = {}
+    for what, letter in COUNTED.items():
+        (count,) = re.findall(rf"^# (\d+) others {what} everywhere$", text, re.MULTILINE)
+        counts[letter] = int(count)
+    return counts
+
+
 def read(path: Path) -> dict[str, Expectation]:
     expectations = {}
     letters = f"([{LETTERS}]{{{len(WORLD_SIZES)}}})"
@@ -81,9 +93,16 @@ def read(path: Path) -> dict[str, Expectation]:
 
 
 def write(path: Path, expectations: Mapping[str, Expectation]) -> None:
-    width = max(map(len, expectations))
+    def is_counted(entry: Expectation, letter: str) -> bool:
+        return set("".join(entry.outcomes.values())) == {letter}
+
+    header = HEADER
+    for what, letter in COUNTED.items():
+        count = sum(is_counted(entry, letter) for entry in expectations.values())
+        header += f"# {count} others {what} everywhere\n"
     lines = [
-        f"{name:{width}} {entry.outcomes['gloo']} {entry.outcomes['rota']} {entry.reason}".rstrip()
+        f"{name} {entry.outcomes['gloo']} {entry.outcomes['rota']} {entry.reason}".rstrip()
         for name, entry in sorted(expectations.items())
+        if not any(is_counted(entry, letter) for letter in COUNTED.values())
     ]
-    path.write_text(HEADER + "\n".join(lines) + "\n")
+    path.write_text(header + "\n".join(lines) + "\n")

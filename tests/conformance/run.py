@@ -5,8 +5,7 @@
     python tests/conformance/run.py --record               writes the list anew, for Gloo and rota
 
 The run fails if a test does anything but what the list says, even if that is to pass, if the suite
-and the list do not name the same tests, and if a test that Gloo passes fails on rota. See
-expected.py for the list.
+lacks a test of the list, and if a test that Gloo passes fails on rota. See expected.py.
 """
 
 from __future__ import annotations
@@ -158,29 +157,34 @@ def run_suite(backend: str, world_size: int, options: Options) -> Results:
 
 
 def compare(
-    expectations: Mapping[str, Expectation], backend: str, world_size: int, results: Results
+    expectations: Mapping[str, Expectation],
+    counts: Mapping[str, int],
+    backend: str,
+    world_size: int,
+    results: Results,
 ) -> Iterator[str]:
-    """A line for each difference between results and list."""
+    """A line for each difference between results and list, whose other tests are counted."""
     for name in sorted(expectations.keys() - results.keys()):
         yield f"{name}: in the list, but not in the suite"
+    others = dict.fromkeys(counts, 0)
     for name, result in sorted(results.items()):
-        if name not in expectations:
-            yield f"{name}: in the suite, but not in the list"
-        elif result is not None:
-            letter = expectations[name].get(backend, world_size)
-            if letter != result.letter:
-                yield (
-                    f"{name}: {backend} at {world_size} ranks: expected {letter}, "
-                    f"got {result.letter} {result}"
-                )
+        is_listed = name in expectations
+        letters = expectations[name].get(backend, world_size) if is_listed else "".join(counts)
+        if result is not None and result.letter not in letters:
+            yield (
+                f"{name}: {backend} at {world_size} ranks: expected {' or '.join(letters)}, "
+                f"got {result.letter} {result}"
+            )
+        elif result is not None and not is_listed:
+            others[result.letter] += 1
+    if None not in results.values() and others != counts:
+        yield f"{backend} at {world_size} ranks: {others} not listed, expected {counts}"
 
 
 def record(
     expectations: dict[str, Expectation], backend: str, world_size: int, results: Results
 ) -> None:
-    """Enters results into the list, and drops tests that the suite does not have."""
-    for name in expectations.keys() - results.keys():
-        del expectations[name]
+    """Enters results into the list."""
     for name, result in results.items():
         entry = expectations.setdefault(name, Expectation())
         if result is not None:
@@ -217,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("-j", "--jobs", type=int, default=2, help="tests at a time (default: %(default)s)")
     option("--timeout", type=int, default=120, metavar="S", help="per test (default: %(default)s)")
     option("--logs", type=Path, default=Path("build/conformance"), help="what failed tests wrote")
-    option("--record", action="store_true", help="write the list instead of comparing")
+    option("--record", action="store_true", help="write the list instead, from a whole run")
     args = parser.parse_args(arguments)
     if args.ranks_per_host is not None:
         os.environ[suite.RANKS_PER_HOST] = str(args.ranks_per_host)
@@ -225,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = expected.list_path(metadata.version("torch"))
     if not path.exists() and not args.record:
         parser.error(f"there is no {path}; write it with --record")
-    expectations = expected.read(path) if path.exists() else {}
+    expectations = {} if args.record else expected.read(path)
     problems: list[str] = []
     for world_size in args.world_sizes:
         for backend in args.backends or (BACKENDS if args.record else ["rota"]):
@@ -234,7 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.record:
                 record(expectations, backend, world_size, results)
                 expected.write(path, expectations)
-            problems += compare(expectations, backend, world_size, results)
+            else:
+                counts = expected.counts_of(path)
+                problems += compare(expectations, counts, backend, world_size, results)
     problems += [
         f"{name}: Gloo passes it and rota does not, for no line of torch"
         for name, entry in expectations.items()
