@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomllib
@@ -45,34 +46,37 @@ CUDA_TORCH = "2.13.0+cu130"
 
 def make_torch(folder: Path, version: str) -> None:
     cuda = "13.0" if "+cu" in version else None
-    (folder / "torch" / "utils").mkdir(parents=True)
+    (folder / "torch" / "utils").mkdir(parents=True, exist_ok=True)
     (folder / "torch" / "__init__.py").write_text(
         f"__version__ = {version!r}\nclass version:\n    cuda = {cuda!r}\n"
     )
     (folder / "torch" / "utils" / "cpp_extension.py").write_text(CPP_EXTENSION)
 
 
-def make_nvcc(folder: Path, output: str) -> Path:
-    """A fake nvcc that prints `output` to standard error."""
-    folder.mkdir(parents=True)
-    nvcc = folder / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{output}\nEND\n")
-    nvcc.chmod(0o755)
-    return nvcc
-
-
-def dry_run(top: Path, major: int) -> str:
-    """The lines of `nvcc --dryrun` that setup.py reads, and some others."""
-    return (
-        f"#$ _HERE_={top}/bin\n#$ TOP={top}/bin/..\n"
-        f"#$ gcc -D__CUDACC__ -D__CUDACC_VER_MAJOR__={major} -D__CUDACC_VER_MINOR__=0 x.cu"
-    )
+def make_nvcc(folder: Path, toolkit: Path, answer: int | str) -> None:
+    """A fake nvcc of a toolkit, of a major version or with another answer on standard error."""
+    if isinstance(answer, int):  # the lines of `nvcc --dryrun` that setup.py reads, and others
+        answer = (
+            f"#$ _HERE_={toolkit}/bin\n#$ TOP={toolkit}/bin/..\n"
+            f"#$ gcc -D__CUDACC__ -D__CUDACC_VER_MAJOR__={answer} -D__CUDACC_VER_MINOR__=0 x.cu"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "nvcc").write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{answer}\nEND\n")
+    (folder / "nvcc").chmod(0o755)
 
 
 def run_setup(
-    tmp_path: Path, command: str = "--name", **environment: str
+    tmp_path: Path,
+    torch: str | None = None,
+    nvcc: int | str | None = None,
+    command: str = "--name",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py far enough to see what it would build."""
+    """Runs setup.py far enough to see what it would build, with these fakes."""
+    if torch is not None:
+        make_torch(tmp_path, torch)
+    if nvcc is not None:
+        make_nvcc(tmp_path / "bin", tmp_path / "toolkit", nvcc)
     ours = ("CXX", "CUDA_HOME", "CUDA_PATH", "ROTA_CUDA", "ROTA_CUDA_ARCHS")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     # Hides the compiler and nvcc of this machine.
@@ -91,16 +95,6 @@ def run_setup(
     )
 
 
-def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
-    """The single error line of a failed build."""
-    assert result.returncode != 0
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("rota: ")
-    return lines[0]
-
-
 def asked_for(result: subprocess.CompletedProcess[str]) -> str:
     """The extension that a successful build requests from torch."""
     assert result.returncode == 0, result.stderr
@@ -108,41 +102,122 @@ def asked_for(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def compiled_files(result: subprocess.CompletedProcess[str]) -> list[str]:
+def compiled_files(line: str) -> list[str]:
     """In the order in which the compiler gets them."""
-    return re.findall(r"(?:csrc|build/units)/\S+\.\w+", asked_for(result))
+    return re.findall(r"(?:csrc|build/units)/\S+\.\w+", line)
+
+
+def compile_args(tmp_path: Path, **environment: str) -> Any:
+    """The flags of a build beside a toolkit of CUDA 13."""
+    line = asked_for(run_setup(tmp_path, CUDA_TORCH, 13, **environment))
+    return ast.literal_eval(line[line.index("{") :])["extra_compile_args"]
 
 
 def nvcc_flags(tmp_path: Path, archs: str | None = None) -> list[str]:
     """nvcc's flags in a build with these ROTA_CUDA_ARCHS."""
-    if not (tmp_path / "torch").exists():
-        make_torch(tmp_path, CUDA_TORCH)
-        make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
     environment = {} if archs is None else {"ROTA_CUDA_ARCHS": archs}
-    line = asked_for(run_setup(tmp_path, **environment))
-    return ast.literal_eval(line[line.index("{") :])["extra_compile_args"]["nvcc"]
+    flags: list[str] = compile_args(tmp_path, **environment)["nvcc"]
+    return flags
 
 
 def targets(flags: list[str]) -> list[str]:
     return [flag.removeprefix("-gencode=") for flag in flags if flag.startswith("-gencode=")]
 
 
-# ---- setuptools ----------------------------------------------------------------------------------
+# ---- what is refused
+
+CUDA = {"ROTA_CUDA": "1"}
+
+
+@pytest.mark.parametrize(
+    ("torch", "nvcc", "environment", "facts"),
+    [
+        *(
+            (version, None, {}, [version, "2.11 to 2.15", "install"])
+            for version in ("2.9.0", "2.10.1+cu128", "2.16.0", "3.0.0a0+git12ab34")
+        ),
+        *(
+            (CPU_TORCH, None, {"CXX": compiler}, [compiler.split()[0], "install g++", "CXX"])
+            for compiler in ("no-such-compiler", "/no/such/g++ -O2")
+        ),
+        (CPU_TORCH, None, {"ROTA_CUDA": "2"}, ["ROTA_CUDA", "'2'", "0 or 1"]),
+        *(
+            (
+                CUDA_TORCH,
+                None,
+                CUDA | {"ROTA_CUDA_ARCHS": archs},
+                [repr(archs), "80,90,100 or shipped:9.0"],
+            )
+            for archs in ("", "sm_90", "80;90", "80,", "shipped:90", "native")
+        ),
+        (
+            CUDA_TORCH,
+            None,
+            CUDA | {"ROTA_CUDA_ARCHS": "shipped:7.5"},
+            ["'shipped:7.5'", "older than sm_80", "newer GPU"],
+        ),
+        (CPU_TORCH, None, CUDA, ["ROTA_CUDA=1", CPU_TORCH, "pip install torch"]),
+        (CUDA_TORCH, None, CUDA, ["no nvcc on PATH", "install the CUDA toolkit 13", "CUDA_HOME"]),
+        (
+            CUDA_TORCH,
+            None,
+            CUDA | {"CUDA_HOME": "/no/such/toolkit"},
+            ["no nvcc in /no/such/toolkit/bin", "install the CUDA toolkit 13", "CUDA_HOME"],
+        ),
+        (
+            CUDA_TORCH,
+            12,
+            CUDA,
+            [
+                "bin/nvcc is of CUDA 12",
+                f"torch {CUDA_TORCH} of CUDA 13",
+                "install the CUDA toolkit 13",
+            ],
+        ),
+        (CUDA_TORCH, "nvcc: no such toolkit", CUDA, ["bin/nvcc", "CUDA_HOME"]),
+    ],
+)
+def test_build_that_cannot_work_says_why_in_one_line(
+    torch: str,
+    nvcc: int | str | None,
+    environment: dict[str, str],
+    facts: list[str],
+    tmp_path: Path,
+) -> None:
+    check_refused(run_setup(tmp_path, torch, nvcc, **environment), *facts)
+
+
+@pytest.mark.parametrize("package", ["torch", "setuptools"])
+def test_build_without_a_package_says_how_to_get_it(package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError('No module')")
+    facts = [f"{package} is not installed", f"pip install {package}"]
+    facts += ["--no-build-isolation"] if package == "torch" else []
+    check_refused(run_setup(tmp_path), *facts)
+
+
+def check_refused(result: subprocess.CompletedProcess[str], *facts: str) -> None:
+    assert result.returncode != 0 and result.stdout == ""
+    (sentence,) = result.stderr.splitlines()
+    assert sentence.startswith("rota: ") and all(fact in sentence for fact in facts), sentence
+
+
+# ---- setuptools
 
 # GPU machines often have their distribution's setuptools: 59.6 on Ubuntu 22.04, 68.1 on 24.04.
 
 
-def pretend_setuptools(folder: Path, version: str) -> None:
-    (folder / "sitecustomize.py").write_text(
+def run_with_setuptools(
+    version: str, command: str, tmp_path: Path
+) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "sitecustomize.py").write_text(
         f"import setuptools\nsetuptools.__version__ = {version!r}\n"
     )
+    return run_setup(tmp_path, CPU_TORCH, command=command)
 
 
 @pytest.mark.parametrize("version", ["59.6.0", "68.1.2"])
 def test_build_in_place_takes_any_setuptools(version: str, tmp_path: Path) -> None:
-    make_torch(tmp_path, CPU_TORCH)
-    pretend_setuptools(tmp_path, version)
-    result = run_setup(tmp_path, "build_ext --inplace")
+    result = run_with_setuptools(version, "build_ext --inplace", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "builds in place" in result.stdout
 
@@ -152,154 +227,88 @@ def test_build_in_place_takes_any_setuptools(version: str, tmp_path: Path) -> No
 def test_build_for_pip_with_old_setuptools_names_both_versions(
     command: str, tmp_path: Path
 ) -> None:
-    make_torch(tmp_path, CPU_TORCH)
-    pretend_setuptools(tmp_path, "59.6.0")
-    result = run_setup(tmp_path, f"{command} {tmp_path}")
+    result = run_with_setuptools("59.6.0", f"{command} {tmp_path}", tmp_path)
     assert result.returncode != 0
     (sentence,) = result.stderr.splitlines()
     assert "setuptools is 59.6.0, expected 64 or newer" in sentence
     assert "pip install --upgrade setuptools" in sentence
 
 
-def test_build_without_setuptools_says_how_to_get_it(tmp_path: Path) -> None:
-    (tmp_path / "setuptools.py").write_text("raise ModuleNotFoundError('No module setuptools')")
-    sentence = sentence_of(run_setup(tmp_path))
-    assert "setuptools is not installed" in sentence and "pip install setuptools" in sentence
-
-
 def test_pyproject_has_nothing_that_setuptools_64_refuses() -> None:
     """setuptools 64 rejects unknown keys in [project], and a licence that is not a table."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "setuptools>=64" in pyproject["build-system"]["requires"]
-    assert pyproject["project"].keys() <= {
-        "name",
-        "version",
-        "description",
-        "readme",
-        "dynamic",
-        "requires-python",
-        "dependencies",
-        "optional-dependencies",
-        "entry-points",
-    }
+    known = "name version description readme dynamic requires-python dependencies"
+    known += " optional-dependencies entry-points"
+    assert pyproject["project"].keys() <= set(known.split())
     assert pyproject["project"]["dynamic"] == ["license"]
 
 
-# ---- torch and the compiler ----------------------------------------------------------------------
+# ---- CUDA
 
 
-@pytest.mark.parametrize("version", ["2.9.0", "2.10.1+cu128", "2.16.0", "3.0.0a0+git12ab34"])
-def test_build_torch_out_of_range_names_both_versions(version: str, tmp_path: Path) -> None:
-    make_torch(tmp_path, version)
-    sentence = sentence_of(run_setup(tmp_path))
-    assert version in sentence
-    assert "2.11 to 2.15" in sentence
-    assert "install" in sentence
+@pytest.mark.parametrize(
+    ("version", "nvcc", "environment", "why"),
+    [
+        (CPU_TORCH, 13, {}, "a build for the CPU"),
+        ("2.11.0", None, {}, "a build for the CPU"),
+        (CUDA_TORCH, 12, {}, "CUDA 12"),
+        ("2.15.0.dev20261101+cu130", None, {}, "nvcc"),
+        (CUDA_TORCH, 13, {"ROTA_CUDA": "0"}, ""),
+    ],
+    ids=["cpu-torch", "oldest", "other-nvcc", "newest-and-no-nvcc", "switched-off"],
+)
+def test_build_where_cuda_is_impossible_is_for_the_cpu_and_says_why(
+    version: str, nvcc: int | None, environment: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    result = run_setup(tmp_path, version, nvcc, **environment)
+    line = asked_for(result)
+    assert line.startswith("for the CPU") and ".cu" not in line.replace("without_cuda.cpp", "")
+    assert why in result.stdout
+    assert ("rota: building for the CPU alone" in result.stdout) == bool(why)
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cpu", "2.15.0.dev20261101+cu130"])
-def test_build_torch_in_range_goes_on(version: str, tmp_path: Path) -> None:
-    make_torch(tmp_path, version)
-    assert asked_for(run_setup(tmp_path)).startswith("for the CPU")
-
-
-def test_build_without_torch_says_how_to_get_it(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module torch')")
-    sentence = sentence_of(run_setup(tmp_path))
-    assert "torch is not installed" in sentence
-    assert "pip install torch" in sentence and "--no-build-isolation" in sentence
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "/no/such/g++ -O2"])
-def test_build_without_compiler_names_it(compiler: str, tmp_path: Path) -> None:
-    make_torch(tmp_path, CPU_TORCH)
-    sentence = sentence_of(run_setup(tmp_path, CXX=compiler))
-    assert compiler.split()[0] in sentence
-    assert "install g++" in sentence and "CXX" in sentence
-
-
-# ---- CUDA ----------------------------------------------------------------------------------------
-
-
-def test_build_unknown_cuda_setting_names_the_known_ones(tmp_path: Path) -> None:
-    make_torch(tmp_path, CPU_TORCH)
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="2"))
-    assert "ROTA_CUDA" in sentence and "'2'" in sentence and "0 or 1" in sentence
-
-
-@pytest.mark.parametrize("archs", ["", "sm_90", "80;90", "80,", "shipped:90", "native"])
-def test_build_unreadable_archs_shows_readable_ones(archs: str, tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1", ROTA_CUDA_ARCHS=archs))
-    assert repr(archs) in sentence and "80,90,100 or shipped:9.0" in sentence
-
-
-def test_build_for_gpu_older_than_what_ships_says_so(tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1", ROTA_CUDA_ARCHS="shipped:7.5"))
-    assert "'shipped:7.5'" in sentence and "older than sm_80" in sentence
-    assert "newer GPU" in sentence
-
-
-def test_build_cuda_with_cpu_torch_says_how_to_get_another(tmp_path: Path) -> None:
-    make_torch(tmp_path, CPU_TORCH)
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1"))
-    assert "ROTA_CUDA=1" in sentence and CPU_TORCH in sentence
-    assert "pip install torch" in sentence
-
-
-@pytest.mark.parametrize("home", [None, "/no/such/toolkit"])
-def test_build_cuda_without_nvcc_says_where_it_looked(home: str | None, tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    environment = {"CUDA_HOME": home} if home else {}
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1", **environment))
-    assert f"no nvcc {f'in {home}/bin' if home else 'on PATH'}" in sentence
-    assert "install the CUDA toolkit 13" in sentence and "CUDA_HOME" in sentence
-
-
-def test_build_cuda_with_nvcc_of_other_major_version_names_both(tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    nvcc = make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 12))
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1"))
-    assert f"{nvcc} is of CUDA 12" in sentence and f"torch {CUDA_TORCH} of CUDA 13" in sentence
-    assert "install the CUDA toolkit 13" in sentence
-
-
-def test_build_cuda_with_nvcc_that_answers_something_else_says_so(tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    nvcc = make_nvcc(tmp_path / "bin", "nvcc: no such toolkit")
-    sentence = sentence_of(run_setup(tmp_path, ROTA_CUDA="1"))
-    assert str(nvcc) in sentence and "CUDA_HOME" in sentence
-
-
-@pytest.mark.parametrize("wish", [None, "1"])
+@pytest.mark.parametrize("environment", [{}, CUDA], ids=str)
 def test_build_cuda_takes_the_toolkit_of_nvcc_wherever_nvcc_is(
-    wish: str | None, tmp_path: Path
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
     """nvcc on PATH is a script outside of the toolkit's folder."""
-    make_torch(tmp_path, CUDA_TORCH)
-    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
-    line = asked_for(run_setup(tmp_path, **({"ROTA_CUDA": wish} if wish else {})))
+    line = asked_for(run_setup(tmp_path, CUDA_TORCH, 13, **environment))
     assert line.startswith(f"with CUDA kernels: {tmp_path}/toolkit ")
+    suffixes = [Path(file).suffix for file in compiled_files(line)]
+    assert suffixes == sorted(suffixes, key=[".cu", ".cpp"].index), "the slowest come first"
     assert "csrc/cuda/device_info.cu" in line
 
 
 def test_build_cuda_home_comes_before_path(tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "other", 13))
-    home = tmp_path / "toolkit"
-    make_nvcc(home / "bin", dry_run(home, 13))
-    line = asked_for(run_setup(tmp_path, CUDA_HOME=str(home)))
+    home = tmp_path / "home"
+    make_nvcc(home / "bin", home, 13)
+    line = asked_for(run_setup(tmp_path, CUDA_TORCH, 13, CUDA_HOME=str(home)))
     assert line.startswith(f"with CUDA kernels: {home} ")
 
 
-def test_build_cuda_ships_each_arch_by_itself_and_ptx_of_the_last(tmp_path: Path) -> None:
-    assert targets(nvcc_flags(tmp_path)) == [
-        "arch=compute_80,code=sm_80",
-        "arch=compute_90,code=sm_90",
-        "arch=compute_100,code=sm_100",
-        "arch=compute_100,code=compute_100",
+@pytest.mark.parametrize(
+    ("archs", "compiled"),
+    [
+        (None, "80 90 100"),
+        *((f"shipped:8.{minor}", "80") for minor in (0, 6, 9)),
+        ("shipped:9.0", "90"),
+        *((f"shipped:{newer}", "100") for newer in ("10.0", "10.3", "11.0", "12.1")),
+    ],
+)
+def test_build_cuda_compiles_each_arch_by_itself_and_ptx_of_the_last(
+    archs: str | None, compiled: str, tmp_path: Path
+) -> None:
+    """The arch that is shipped for a GPU is the one whose code it runs."""
+    *_, last = numbers = compiled.split()
+    assert targets(nvcc_flags(tmp_path, archs)) == [
+        *(f"arch=compute_{number},code=sm_{number}" for number in numbers),
+        f"arch=compute_{last},code=compute_{last}",
     ]
+
+
+def test_build_cuda_takes_archs_in_any_order(tmp_path: Path) -> None:
+    assert nvcc_flags(tmp_path, "100,90,100") == nvcc_flags(tmp_path, "90,100")
 
 
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
@@ -307,12 +316,9 @@ def test_build_cuda_for_one_arch_compiles_it_as_what_ships(arch: str, tmp_path: 
     def without_archs(flags: list[str]) -> list[str]:
         return [f for f in flags if not re.match("-gencode|-DROTA_CUDA_ARCHS|--threads", f)]
 
-    alone = nvcc_flags(tmp_path, arch)
-    shipped = nvcc_flags(tmp_path)
-    machine_code, ptx = targets(alone)
-    assert machine_code == f"arch=compute_{arch},code=sm_{arch}"
+    alone, shipped = nvcc_flags(tmp_path, arch), nvcc_flags(tmp_path)
+    machine_code, _ = targets(alone)
     assert machine_code in targets(shipped)
-    assert ptx == f"arch=compute_{arch},code=compute_{arch}"
     assert without_archs(alone) == without_archs(shipped)
 
 
@@ -320,30 +326,15 @@ def test_build_cuda_compiles_cpp_files_with_the_flags_of_a_build_for_the_cpu(
     tmp_path: Path,
 ) -> None:
     """`make test-oldest` therefore does without the tests marked same_in_every_build."""
-
-    def cxx_flags(build: str) -> list[str]:
-        line = asked_for(run_setup(tmp_path, ROTA_CUDA=build))
-        flags = ast.literal_eval(line[line.index("{") :])["extra_compile_args"]
-        return flags["cxx"] if build == "1" else flags
-
-    make_torch(tmp_path, CUDA_TORCH)
-    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
-    assert cxx_flags("1") == cxx_flags("0") != []
-
-
-def test_build_cuda_starts_with_the_files_that_take_longest(tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
-    suffixes = [Path(file).suffix for file in compiled_files(run_setup(tmp_path))]
-    assert suffixes == sorted(suffixes, key=[".cu", ".cpp"].index)
+    of_cpu = compile_args(tmp_path, ROTA_CUDA="0")
+    assert compile_args(tmp_path, ROTA_CUDA="1")["cxx"] == of_cpu != []
 
 
 @pytest.mark.parametrize("cuda", ["0", "1"])
 def test_build_compiles_every_source_once(cuda: str, tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
+    result = run_setup(tmp_path, CUDA_TORCH, 13, "build_ext --inplace", ROTA_CUDA=cuda)
     compiled = []
-    for file in compiled_files(run_setup(tmp_path, "build_ext --inplace", ROTA_CUDA=cuda)):
+    for file in compiled_files(asked_for(result)):
         if file.startswith("build/units/"):  # written by this run, and by real builds
             compiled += re.findall(r'#include "(.+)"', (ROOT / file).read_text())
         else:
@@ -353,34 +344,6 @@ def test_build_compiles_every_source_once(cuda: str, tmp_path: Path) -> None:
     gpus = re.compile(r"tensor/cuda/|\.cu$")
     expected = [name for name in sources if cuda == "1" or not gpus.search(name)]
     assert sorted(compiled) == sorted(name for name in expected if not name.endswith(".cuh"))
-
-
-def test_build_cuda_takes_archs_in_any_order(tmp_path: Path) -> None:
-    flags = nvcc_flags(tmp_path, "100,90,100")
-    assert flags == nvcc_flags(tmp_path, "90,100")
-    assert targets(flags)[-1] == "arch=compute_100,code=compute_100"
-
-
-@pytest.mark.parametrize(
-    ("capability", "arch"),
-    [
-        ("8.0", "80"),
-        ("8.6", "80"),
-        ("8.9", "80"),
-        ("9.0", "90"),
-        ("10.0", "100"),
-        ("10.3", "100"),
-        ("11.0", "100"),
-        ("12.1", "100"),
-    ],
-)
-def test_build_cuda_for_gpu_compiles_the_shipped_code_that_it_runs(
-    capability: str, arch: str, tmp_path: Path
-) -> None:
-    assert targets(nvcc_flags(tmp_path, f"shipped:{capability}")) == [
-        f"arch=compute_{arch},code=sm_{arch}",
-        f"arch=compute_{arch},code=compute_{arch}",
-    ]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
@@ -398,26 +361,3 @@ def test_build_cuda_machine_code_is_the_same_alone_and_in_what_ships(tmp_path: P
         return cubin.read_bytes()
 
     assert machine_code("90") == machine_code(None)
-
-
-@pytest.mark.parametrize(
-    ("version", "major", "why"),
-    [(CPU_TORCH, 13, "a build for the CPU"), (CUDA_TORCH, 12, "CUDA 12"), (CUDA_TORCH, 0, "nvcc")],
-    ids=["cpu-torch", "other-nvcc", "no-nvcc"],
-)
-def test_build_where_cuda_is_impossible_is_for_the_cpu_and_says_why(
-    version: str, major: int, why: str, tmp_path: Path
-) -> None:
-    make_torch(tmp_path, version)
-    if major:
-        make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", major))
-    result = run_setup(tmp_path)
-    line = asked_for(result)
-    assert line.startswith("for the CPU") and ".cu" not in line.replace("without_cuda.cpp", "")
-    assert "rota: building for the CPU alone" in result.stdout and why in result.stdout
-
-
-def test_build_cuda_switched_off_is_for_the_cpu(tmp_path: Path) -> None:
-    make_torch(tmp_path, CUDA_TORCH)
-    make_nvcc(tmp_path / "bin", dry_run(tmp_path / "toolkit", 13))
-    assert asked_for(run_setup(tmp_path, ROTA_CUDA="0")).startswith("for the CPU")
