@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import signal
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,5 +105,43 @@ def first_order(ranks: Ranks, num_members: int) -> list[int]:
     return sorted(range(num_members), key=lambda process: pids.index(ranks.pid(process)))
 
 
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def change_members(
+    store: dist.TCPStore,
+    num_members: int,
+    changes: Sequence[tuple[list[int], int]],
+    member: Callable[..., object] = serve,
+) -> list[int]:
+    """Lets members die and join, and checks after each change who the members are, by rank.
+
+    Args:
+        changes: the ranks that die, and how many join.
+
+    Returns:
+        How many keys the store has after each change.
+    """
+    num_processes = num_members + sum(num_joining for _, num_joining in changes)
+    newcomers = iter(range(num_members, num_processes))
+    killed: list[int] = []
+    num_keys = []
+    with Ranks(num_processes, member, store.port, num_members) as ranks:
+        order = first_order(ranks, num_members)
+        for dying, num_joining in changes:
+            dead = [order[place] for place in dying]
+            for process in dead:
+                ranks.kill(process)
+            joining = list(itertools.islice(newcomers, num_joining))
+            for process in joining:
+                ranks.tell(process)
+            killed += dead
+            order = [process for process in order if process not in dead] + joining
+            all_hear(ranks, order)
+            num_keys.append(store.num_keys())
+        store.set("stop", "")
+        ranks.results(killed=killed)
+    return num_keys
+
+
+def meet(rank: Rank, port: int, **options: Any) -> tuple[Membership, Generation]:
+    """A membership in which every process has its rank of the test, and its first generation."""
+    membership = Membership(store_of(port), rank=rank.rank, **options)
+    return membership, membership.next(min_members=rank.world_size)

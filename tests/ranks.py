@@ -347,10 +347,15 @@ def run_ranks(
     *args: object,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
+    killed: Collection[int] = (),
 ) -> list[Any]:
-    """Runs `function(rank, *args)` on every rank and returns what each returned, by rank."""
+    """Runs `function(rank, *args)` on every rank and returns what each returned, by rank.
+
+    Args:
+        killed: ranks that kill themselves.
+    """
     with Ranks(world_size, function, *args, env=env, timeout_s=timeout_s) as ranks:
-        return ranks.results()
+        return ranks.results(killed=killed)
 
 
 @dataclass(frozen=True)
@@ -390,12 +395,14 @@ def on_ranks(
     *,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
+    killed: Collection[int] = (),
 ) -> Callable[[Callable[..., Any]], Any]:
     """Makes `function(rank, ...)` a test, which every rank runs with the test's parameters.
 
     Args:
         world_size: None: the test has a parameter of this name, which the function does not get.
         env, timeout_s: as for Ranks.
+        killed: ranks that kill themselves.
 
     Example:
         >>> @pytest.mark.parametrize("dtype", DTYPES)
@@ -405,9 +412,15 @@ def on_ranks(
 
     def run(body: Body, args: dict[str, Any]) -> None:
         size = world_size or args.pop("world_size")
-        run_ranks(size, functools.partial(body, **args), env=env, timeout_s=timeout_s)
+        run_ranks(
+            size, functools.partial(body, **args), env=env, timeout_s=timeout_s, killed=killed
+        )
 
     return lambda body: as_test(body, 1, None if world_size else "world_size", run)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:

@@ -13,9 +13,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from elastic_workers import PACE_S, all_hear, first_order, kill_self, serve, store_of
+from elastic_workers import (
+    PACE_S,
+    all_hear,
+    change_members,
+    first_order,
+    meet,
+    pids_of,
+    serve,
+    store_of,
+)
 from own_process import num_descriptors, num_mappings, num_threads
-from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, kill_self, on_ranks
 from rota.elastic import Finished, Membership
 from rota.elastic import membership as membership_module
 from rota.elastic.forming import Forming
@@ -27,19 +36,27 @@ pytestmark = pytest.mark.same_in_every_build
 # ---- joining and leaving
 
 
-def test_newcomers_join_behind_the_members(store: dist.TCPStore) -> None:
-    with Ranks(4, serve, store.port, 2) as ranks:
-        order = first_order(ranks, 2)
-        ranks.tell(2)
-        all_hear(ranks, [*order, 2])
-        ranks.tell(3)
-        all_hear(ranks, [*order, 2, 3])
-        store.set("stop", "")
-        ranks.results()
+@pytest.mark.parametrize(
+    ("num_members", "changes"),
+    [
+        pytest.param(2, [([], 1), ([], 1)], id="join"),
+        *(pytest.param(3, [([place], 0)], id=f"rank-{place}-dies") for place in range(3)),
+        pytest.param(3, [([0, 1], 0)], id="two-die"),
+        pytest.param(3, [([0], 1)], id="one-dies-another-joins"),
+        pytest.param(2, [([0], 1), ([1], 1)] * 2, id="all-are-replaced"),
+    ],
+)
+def test_survivors_keep_their_order_and_newcomers_are_behind_them(
+    store: dist.TCPStore, num_members: int, changes: list[tuple[list[int], int]]
+) -> None:
+    num_keys = change_members(store, num_members, changes)
+    # Nothing of earlier generations stays in the store, but for what is new since the last one.
+    assert max(num_keys) <= num_keys[0] + 8
 
 
-def leave_and_come_back(rank: Rank, port: int) -> list[tuple[int, int]]:
-    """Rank 0 leaves in agreement with the others, without an error of theirs, and comes back."""
+@on_ranks(3)
+def test_member_leaves_in_agreement_and_comes_back_behind_the_others(rank: Rank, port: int) -> None:
+    """Rank 0 leaves without an error of the others."""
     store = store_of(port)
     membership = Membership(store)
     generation = membership.next(min_members=3)
@@ -60,102 +77,36 @@ def leave_and_come_back(rank: Rank, port: int) -> list[tuple[int, int]]:
     generation = membership.next()
     history.append((generation.rank, generation.world_size))
     generation.communicator.barrier()
-    return history
+    assert history in ([(0, 3), (2, 3)], [(1, 3), (0, 2), (0, 3)], [(2, 3), (1, 2), (1, 3)])
 
 
-def test_member_leaves_in_agreement_and_comes_back_behind_the_others(store: dist.TCPStore) -> None:
-    with Ranks(3, leave_and_come_back, store.port) as ranks:
-        results = ranks.results()
-    assert sorted(results) == [[(0, 3), (2, 3)], [(1, 3), (0, 2), (0, 3)], [(2, 3), (1, 2), (1, 3)]]
-
-
-def leave_at_once(rank: Rank, port: int) -> tuple[str, str] | None:
-    membership = Membership(store_of(port))
-    generation = membership.next(min_members=2)
-    if generation.rank == 0:
+@on_ranks(2)
+def test_member_leaves_without_agreement_peers_raise_and_go_on(rank: Rank, port: int) -> None:
+    membership, generation = meet(rank, port)
+    if rank.rank == 0:
         membership.leave()
-        membership.leave()  # idempotent
-        return None
+        return membership.leave()  # idempotent
     error = error_of(lambda: [generation.is_over() for _ in range(10**9)])
+    check_error(error, "PeerFailed", "generation 1", "has left")
     generation = membership.next()
     assert (generation.rank, generation.world_size) == (0, 1)
-    return error
 
 
-def test_member_leaves_without_agreement_peers_raise_and_go_on(store: dist.TCPStore) -> None:
-    with Ranks(2, leave_at_once, store.port) as ranks:
-        (error,) = [error for error in ranks.results() if error is not None]
-    check_error(error, "PeerFailed", "generation 1", "has left")
-
-
-def finish(rank: Rank, port: int) -> tuple[str, str]:
-    membership = Membership(store_of(port))
-    if rank.rank == 1:
-        rank.hear()
-        return error_of(membership.next)
-    membership.next()
-    membership.finish()
-    return error_of(membership.next)
-
-
-def test_finished_job_takes_no_newcomers(store: dist.TCPStore) -> None:
-    with Ranks(2, finish, store.port) as ranks:
-        errors = [ranks.hear_result(0)]
-        ranks.tell(1)
-        errors.append(ranks.hear_result(1))
-    assert [error for error, _ in errors] == ["Finished", "Finished"]
+@on_ranks(2)
+def test_finished_job_takes_no_newcomers(rank: Rank, port: int) -> None:
+    store = store_of(port)
+    membership = Membership(store)
+    if rank.rank == 0:
+        membership.next()
+        membership.finish()
+        store.set("finished", "")
+    store.wait(["finished"])
     assert issubclass(Finished, rota.RotaError)
+    with pytest.raises(Finished):
+        membership.next()
 
 
-# ---- deaths
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_member_killed_survivors_keep_their_order(store: dist.TCPStore, place: int) -> None:
-    with Ranks(3, serve, store.port, 3) as ranks:
-        order = first_order(ranks, 3)
-        dead = order.pop(place)
-        ranks.kill(dead)
-        all_hear(ranks, order)
-        store.set("stop", "")
-        ranks.results(killed=[dead])
-
-
-def test_two_members_killed_at_once_the_third_goes_on(store: dist.TCPStore) -> None:
-    with Ranks(3, serve, store.port, 3) as ranks:
-        first, last, survivor = first_order(ranks, 3)
-        ranks.kill(first)
-        ranks.kill(last)
-        all_hear(ranks, [survivor])
-        store.set("stop", "")
-        ranks.results(killed=[first, last])
-
-
-def test_one_is_killed_while_another_joins(store: dist.TCPStore) -> None:
-    with Ranks(4, serve, store.port, 3) as ranks:
-        first, *others = first_order(ranks, 3)
-        ranks.tell(3)
-        ranks.kill(first)
-        all_hear(ranks, [*others, 3])
-        store.set("stop", "")
-        ranks.results(killed=[first])
-
-
-def test_killed_members_are_replaced_one_after_the_other(store: dist.TCPStore) -> None:
-    num_keys = []
-    with Ranks(6, serve, store.port, 2) as ranks:
-        order = first_order(ranks, 2)
-        for newcomer in range(2, 6):
-            dead = order.pop(newcomer % 2)
-            ranks.kill(dead)
-            ranks.tell(newcomer)
-            order.append(newcomer)
-            all_hear(ranks, order)
-            num_keys.append(store.num_keys())
-        store.set("stop", "")
-        ranks.results(killed=set(range(6)) - set(order))
-    # Nothing of earlier generations stays in the store, but for what is new since the last one.
-    assert max(num_keys) <= num_keys[0] + 8
+# ---- deaths while others agree
 
 
 STAGES = {
@@ -198,13 +149,9 @@ def test_death_while_others_agree_is_the_same_for_all_and_tried_again(
     with Ranks(4, die_at, store.port, 3, victim, stage) as ranks:
         order = first_order(ranks, 3)
         ranks.tell(3)
-        order = [rank for rank in [*order, 3] if rank != victim]
-        if victim == 3:
-            # They may have learned of it, or trained on with nobody to join.
-            store.set("stop", "")
-            ranks.results(killed=[3])
-            return
-        all_hear(ranks, order)
+        # They may have learned of a newcomer's death, or trained on with nobody to join.
+        if victim != 3:
+            all_hear(ranks, [rank for rank in [*order, 3] if rank != victim])
         store.set("stop", "")
         ranks.results(killed=[victim])
 
@@ -327,114 +274,81 @@ def test_groups_windows_and_ddp_work_after_each_change(store: dist.TCPStore) -> 
         ranks.results(killed=[0])
 
 
-def use_old_things(rank: Rank, port: int) -> list[tuple[str, str]] | None:
+@on_ranks(3, killed=[2])
+def test_what_was_made_in_an_earlier_generation_raises(rank: Rank, port: int) -> None:
     """Rank 2 dies; its subgroup dies with it, the other one lives on until the next generation."""
-    membership = Membership(store_of(port))
-    generation = membership.next(min_members=3)
+    membership, generation = meet(rank, port)
+    died = f"(pid {pids_of(generation)[2]}) has died"
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     communicator = rota.Communicator()
     window = rota.Window(4)
     tensor = torch.ones(4)
     for first, pair in enumerate(pairs):
-        if generation.rank - first in (0, 1):
+        if rank.rank - first in (0, 1):
             dist.all_reduce(tensor, group=pair)
     generation.communicator.barrier()
-    rank.tell(generation.rank)
-    rank.hear()
-    errors = []
-    if generation.rank == 1:
-        errors.append(error_of(lambda: dist.all_reduce(tensor, group=pairs[1])))
+    if rank.rank == 2:
+        kill_self()
+    if rank.rank == 1:
+        error = error_of(lambda: dist.all_reduce(tensor, group=pairs[1]))
+        check_error(error, "PeerFailed", died)
     for _ in range(100):
         dist.all_reduce(tensor, group=pairs[0])
-    errors.append(error_of(communicator.barrier))
+    check_error(error_of(communicator.barrier), "PeerFailed", died)
     window.get(tensor, 2)  # the memory of the dead can still be read
     after = membership.next()
-    errors += [
-        error_of(generation.is_over),
-        error_of(generation.communicator.barrier),
-        error_of(communicator.barrier),
-        error_of(lambda: window.get(tensor, 0)),
-        error_of(lambda: pairs[0].allreduce([tensor]).wait()),
-        error_of(lambda: dist.all_reduce(tensor, group=pairs[0])),
+    of_pair = pairs[0]
+    calls: list[tuple[Callable[[], object], str, str]] = [
+        (generation.is_over, "RotaError", "generation 1"),
+        (generation.communicator.barrier, "RotaError", "has gone on to the next"),
+        (communicator.barrier, "PeerFailed", died),
+        (lambda: window.get(tensor, 0), "RotaError", "closed"),
+        (lambda: of_pair.allreduce([tensor]).wait(), "RotaError", "closed"),
+        (lambda: dist.all_reduce(tensor, group=of_pair), "ValueError", "not initialized"),
     ]
+    for call, kind, fact in calls:
+        check_error(error_of(call), kind, fact)
     after.communicator.barrier()
     assert after.world_size == 2
-    return errors
 
 
-def test_what_was_made_in_an_earlier_generation_raises(store: dist.TCPStore) -> None:
-    with Ranks(3, use_old_things, store.port) as ranks:
-        at_rank = {ranks.hear(process): process for process in range(3)}
-        ranks.kill(at_rank[2])
-        for number in (0, 1):
-            ranks.tell(at_rank[number])
-        results = ranks.results(killed=[at_rank[2]])
-        pid = ranks.pid(at_rank[2])
-    of_first, of_second = results[at_rank[0]], results[at_rank[1]]
-    check_error(of_second[0], "PeerFailed", f"(pid {pid}) has died")
-    for errors in (of_first, of_second[1:]):
-        check_error(errors[0], "PeerFailed", f"(pid {pid}) has died")
-        check_error(errors[1], "RotaError", "generation 1")
-        check_error(errors[2], "RotaError", "generation 1", "has gone on to the next")
-        check_error(errors[3], "PeerFailed", f"(pid {pid}) has died")
-        check_error(errors[4], "RotaError", "closed")
-        check_error(errors[5], "RotaError", "closed")
-        check_error(errors[6], "ValueError", "not initialized")
+# What all members make together.
+MAKES: dict[str, Callable[[list[int]], object]] = {
+    "communicator": lambda everyone: rota.Communicator(),
+    "window": lambda everyone: rota.Window(4),
+    "subgroup": lambda everyone: dist.barrier(dist.new_group(everyone)),
+}
 
 
-def make_when_told(rank: Rank, port: int, what: str) -> tuple[str, str] | None:
-    """Rank 1 never makes its part: it waits for a note that is never sent."""
-    membership = Membership(store_of(port))
-    generation = membership.next(min_members=3)
-    rank.tell(generation.rank)
-    if generation.rank == 1:
-        rank.hear()
-    make: dict[str, Callable[[], object]] = {
-        "communicator": rota.Communicator,
-        "window": lambda: rota.Window(4),
-        "subgroup": lambda: dist.barrier(dist.new_group([0, 1, 2])),
-    }
-    error = error_of(make[what])
-    generation = membership.next()
-    assert generation.world_size == 2
-    return error
+@on_ranks(5, killed=[2, 3, 4])
+def test_member_killed_before_it_makes_its_part_is_noticed(rank: Rank, port: int) -> None:
+    membership, generation = meet(rank, port)
+    for what, make in MAKES.items():
+        last = generation.world_size - 1
+        generation.communicator.barrier()
+        if rank.rank == last:
+            kill_self()
+        error = error_of(lambda make=make, last=last: make(list(range(last + 1))))
+        check_error(error, "PeerFailed", f"rank {last}", "has died or left")
+        generation = membership.next()
+        assert generation.world_size == last, what
 
 
-@pytest.mark.parametrize("what", ["communicator", "window", "subgroup"])
-def test_member_killed_before_it_makes_its_part_is_noticed(store: dist.TCPStore, what: str) -> None:
-    with Ranks(3, make_when_told, store.port, what) as ranks:
-        at_rank = {ranks.hear(process): process for process in range(3)}
-        ranks.kill(at_rank[1])
-        results = ranks.results(killed=[at_rank[1]])
-    for number in (0, 2):
-        check_error(results[at_rank[number]], "PeerFailed", "rank 1", "has died or left")
-
-
-def go_on_instead(rank: Rank, port: int, what: str) -> tuple[str, str] | None:
-    membership = Membership(store_of(port))
-    generation = membership.next(min_members=2)
-    error = None
-    group = dist.new_group([0, 1])  # each rank has published itself, and none has connected
-    generation.communicator.barrier()
-    if generation.rank == 1:
-        make: dict[str, Callable[[], object]] = {
-            "communicator": rota.Communicator,
-            "window": lambda: rota.Window(4),
-            "subgroup": lambda: dist.barrier(dist.new_group([0, 1])),
-            "known subgroup": lambda: dist.barrier(group),
-        }
-        if what == "known subgroup":
+@on_ranks(2)
+def test_member_that_has_gone_on_is_not_awaited(rank: Rank, port: int) -> None:
+    membership, generation = meet(rank, port)
+    for what in (*MAKES, "known subgroup"):
+        group = dist.new_group([0, 1])  # each rank has published itself, and none has connected
+        generation.communicator.barrier()
+        if rank.rank == 1 and what == "known subgroup":
             store_of(port).wait([f"rota/elastic/over/{generation.uuid}"])
-        error = error_of(make[what])
-    membership.next().communicator.barrier()
-    return error
-
-
-@pytest.mark.parametrize("what", ["communicator", "window", "subgroup", "known subgroup"])
-def test_member_that_has_gone_on_is_not_awaited(store: dist.TCPStore, what: str) -> None:
-    with Ranks(2, go_on_instead, store.port, what) as ranks:
-        (error,) = [error for error in ranks.results() if error is not None]
-    check_error(error, "PeerFailed", "rank 0", "has gone on to the next one")
+            error = error_of(lambda group=group: dist.barrier(group))
+        elif rank.rank == 1:
+            error = error_of(lambda what=what: MAKES[what]([0, 1]))
+        if rank.rank == 1:
+            check_error(error, "PeerFailed", "rank 0", "has gone on to the next one")
+        generation = membership.next(min_members=2)
+        generation.communicator.barrier()
 
 
 HOOKS: dict[str, Callable[[Any], object]] = {
@@ -494,13 +408,14 @@ def test_ddp_goes_on_after_a_death_in_its_backward_pass(store: dist.TCPStore, ho
     assert results[0][1] == results[2][1] == results[3][1]
 
 
-def come_and_go(rank: Rank, port: int, num_changes: int) -> list[tuple[int, int, int]]:
-    """Rank 0 stays while the other leaves and comes back; returns what it holds in each pair."""
+@on_ranks(2)
+def test_generations_leave_nothing_behind_in_a_process(rank: Rank, port: int) -> None:
+    """Rank 0 stays while the other leaves and comes back."""
     membership = Membership(store_of(port), rank=rank.rank)
     model = torch.nn.Linear(100, 100)
     state = rota.elastic.State(model=model, optimizer=torch.optim.Adam(model.parameters()))
     held = []
-    for _ in range(num_changes):
+    for _ in range(12):
         generation = membership.next(min_members=2)
         state.synchronize(generation)
         state.commit()
@@ -512,15 +427,10 @@ def come_and_go(rank: Rank, port: int, num_changes: int) -> list[tuple[int, int,
         if rank.rank == 1:
             membership.leave()
     membership.leave()
-    return held
-
-
-def test_generations_leave_nothing_behind_in_a_process(port: int) -> None:
-    held = run_ranks(2, come_and_go, port, 12)[0]
     # A connection that has ended is closed with the next one. When one more thread than ever runs
     # at once, glibc maps a stack and an arena for it, each in two parts, and keeps them.
     for early, late, more in zip(held[4], held[-1], (2, 2, 6), strict=True):
-        assert late <= early + more, held
+        assert rank.rank == 1 or late <= early + more, held
 
 
 def test_stopped_member_is_named_and_awaited(store: dist.TCPStore) -> None:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_workers import all_hear, first_order, pids_of, serve, store_of
+from elastic_workers import change_members, pids_of, serve, store_of
 from hosts import Hosts
-from ranks import Rank, Ranks, error_of, run_ranks
+from ranks import Rank, error_of, run_ranks
 from rota.elastic import Membership, State
 from rota.shared.liveness import OwnProcess, Processes
 
@@ -21,30 +21,16 @@ pytestmark = pytest.mark.same_in_every_build
 
 
 def serve_on_hosts(rank: Rank, port: int, num_members: int) -> list[list[int]]:
-    """Processes 0 and 1, and any odd ones behind them, are on one host each."""
+    """Ranks 0 and 2 are on one host, 1 and 3 on another."""
     os.environ["ROTA_HOST_ID"] = "left" if rank.rank % 2 == 0 else "right"
-    return serve(rank, port, num_members)
+    return serve(rank, port, num_members, {"rank": rank.rank})
 
 
-def test_member_killed_on_one_of_two_hosts(store: dist.TCPStore) -> None:
-    with Ranks(4, serve_on_hosts, store.port, 4) as ranks:
-        order = first_order(ranks, 4)
-        dead = order.pop(1)
-        ranks.kill(dead)
-        all_hear(ranks, order)
-        store.set("stop", "")
-        ranks.results(killed=[dead])
-
-
-def test_host_that_is_lost_as_a_whole(store: dist.TCPStore) -> None:
-    with Ranks(4, serve_on_hosts, store.port, 4) as ranks:
-        order = first_order(ranks, 4)
-        for dead in (1, 3):
-            order.remove(dead)
-            ranks.kill(dead)
-        all_hear(ranks, order)
-        store.set("stop", "")
-        ranks.results(killed=[1, 3])
+@pytest.mark.parametrize("dying", [[1], [1, 3]], ids=["member", "whole-host"])
+def test_members_that_are_killed_on_one_of_two_hosts(
+    store: dist.TCPStore, dying: list[int]
+) -> None:
+    change_members(store, 4, [(dying, 0)], serve_on_hosts)
 
 
 def train_until_a_host_vanishes(rank: Rank) -> tuple[str, str, list[int]]:
