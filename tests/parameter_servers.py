@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from models import batch_of
-from ranks import Rank
+from ranks import Rank, kill_self
 from rota.parameter_server import ParameterServer
+from rota.parameter_server.replica import Replica
+from rota.parameter_server.shard import ServerShard
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -21,6 +23,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # lr=1 on gradients of integers: parameters are exact sums.
     "sum": lambda p: torch.optim.SGD(p, lr=1.0),
 }
+
+# Where kill_at() has a server die.
+POINTS = ["stepped", "published", "half-saved", "saved"]
+_KILLED_AT = 5  # the update
 
 
 def flat(tensors: Any) -> torch.Tensor:
@@ -66,3 +72,30 @@ def settle(server: ParameterServer) -> None:
 def init(rank: Rank) -> None:
     torch.set_num_threads(1)
     rank.init("gloo")
+
+
+def kill_at(point: str | None) -> None:
+    """Has this server die at a point of an update, or at none."""
+    save, finish, step = Replica.save, Replica.finish, ServerShard._step
+
+    def finish_or_die(self: Replica, number: int) -> None:
+        if number == _KILLED_AT + 1 and point == "half-saved":
+            kill_self()
+        finish(self, number)
+
+    def save_or_die(self: Replica, version: int, *args: Any) -> None:
+        is_it = version == _KILLED_AT + 1
+        if is_it and point == "published":
+            kill_self()
+        save(self, version, *args)
+        if is_it and point == "saved":
+            kill_self()
+
+    def step_or_die(self: ServerShard) -> None:
+        step(self)
+        if self.version == _KILLED_AT and point == "stepped":
+            kill_self()
+
+    Replica.save = save_or_die  # type: ignore[method-assign]
+    Replica.finish = finish_or_die  # type: ignore[method-assign]
+    ServerShard._step = step_or_die  # type: ignore[method-assign]

@@ -355,7 +355,9 @@ def run_ranks(
         killed: ranks that kill themselves.
     """
     with Ranks(world_size, function, *args, env=env, timeout_s=timeout_s) as ranks:
-        return ranks.results(killed=killed)
+        results = ranks.results(killed=killed)
+        assert all(ranks._processes[rank].exitcode == -signal.SIGKILL for rank in killed)
+        return results
 
 
 @dataclass(frozen=True)
@@ -423,10 +425,10 @@ def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """The type and text of the exception that `call` raises, as strings to send to the test."""
+def error_of(call: Callable[..., object], *args: Any, **options: Any) -> tuple[str, str]:
+    """The type and text of the exception that the call raises, as strings to send to the test."""
     try:
-        call()
+        call(*args, **options)
     except BaseException as error:
         return type(error).__name__, str(error)
     return "nothing", "no exception was raised"

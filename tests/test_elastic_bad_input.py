@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 import rota
-from elastic_workers import kill_self, store_of
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
-from rota.elastic import Membership
+from elastic_workers import store_of
+from ranks import Rank, Ranks, check_error, error_of, kill_self, on_ranks, run_ranks
+from rota.elastic import Handle, Membership
 from rota.elastic.roster import Roster
 from rota.rendezvous.documents import Documents
 
@@ -147,7 +147,7 @@ def test_living_member_that_does_not_come_is_named(store: dist.TCPStore) -> None
 def test_groups_that_cannot_connect_are_an_error_on_every_member(rank: Rank, port: int) -> None:
     options = rota.BackendOptions(slot_bytes=4096 * (rank.rank + 1))
     membership = Membership(store_of(port), pg_options=options)
-    error = error_of(lambda: membership.next(min_members=2))
+    error = error_of(membership.next, min_members=2)
     membership._pg_options = None
     (error, text), world_size = error, membership.next(min_members=2).world_size
     assert error == "TransportError", text
@@ -177,89 +177,55 @@ def test_reconfigure_takes_the_callers_members_and_order(rank: Rank, port: int) 
             generation.communicator.barrier()
             seen.append((generation.rank, generation.world_size))
         store.wait([f"done {i}"]) if rank.rank not in order else store.set(f"done {i}", "")
-    assert (
-        seen
-        == [
-            [(0, 3), (1, 2), (2, 3)],
-            [(1, 3), (0, 3)],
-            [(2, 3), (0, 2), (1, 3)],
-        ][rank.rank]
-    )
+    expected = {0: [(0, 3), (1, 2), (2, 3)], 1: [(1, 3), (0, 3)], 2: [(2, 3), (0, 2), (1, 3)]}
+    assert seen == expected[rank.rank]
 
 
-def misuse(rank: Rank, port: int, what: str) -> Any:
-    """One bad attempt, and a good one after it."""
+@on_ranks(3)
+def test_bad_reconfigure_is_the_same_error_on_every_member_and_can_be_tried_again(
+    rank: Rank, port: int
+) -> None:
     store = store_of(port)
     membership = Membership(store)
     handles = exchange(rank, store, membership)
-    own = list(handles)
-    uuid = "first"
-    if what == "used uuid":
-        membership.reconfigure(uuid, handles).communicator.barrier()
-    elif what == "disagreement" and rank.rank == 2:
-        own = [handles[1], handles[0], handles[2]]
-    elif what == "another length" and rank.rank == 2:
-        own = handles[1:]
-    elif what == "twice":
-        own = [handles[0], handles[1], handles[1], handles[2]]
-    elif what == "another job" and rank.rank == 1:
-        own[0] = json.dumps(json.loads(handles[0]) | {"job": "another"})
-    elif what == "not a handle" and rank.rank == 1:
-        own[0] = "nonsense"
-    elif what == "without itself" and rank.rank == 1:
-        own = [handles[0], handles[2]]
-    error = error_of(lambda: membership.reconfigure(uuid, own))
-    generation = membership.reconfigure("second", handles)
-    generation.communicator.barrier()
-    return error
+    a, b, c = handles
+    pids = [f"pid {Handle.parse(handle).pid} " for handle in handles]
+    p0, p1, p2 = (f"{pid}.*" for pid in pids)
+    of_another_job = json.dumps(json.loads(a) | {"job": "another"})
+    everyone = range(3)
+    # Who names which members, and the error of all.
+    cases = [
+        ([2], [b, a, c], "Mismatch", f"{p2} says that the members are .{p1}, {p0}, {p2}"),
+        ([2], [b, c], "Mismatch", f"{p2} says that the members are .{p1}, {p2}"),
+        (everyone, [a, b, b, c], "ValueError", "the same process has ranks 1 and 2"),
+        (
+            [1],
+            [of_another_job, b, c],
+            "ValueError",
+            f"{p1} but rank 0, {p0}, is of another job, an",
+        ),
+        ([1], ["nonsense", b, c], "ValueError", f"{p1}'nonsense' is no handle"),
+        ([1], [a, c], "ValueError", f"{p1} but it is not among the members"),
+    ]
+    for number, (odd, members, kind, pattern) in enumerate(cases):
+        own = members if rank.rank in odd else handles
+        error, text = error_of(membership.reconfigure, f"bad {number}", own)
+        assert error == kind and re.search(pattern, text), (pattern, error, text)
+        assert all(pid in text for pid in pids), text
+        membership.reconfigure(f"good {number}", handles).communicator.barrier()
+    error = error_of(membership.reconfigure, "good 0", handles)
+    check_error(error, "ValueError", "generation good 0", "was used before")
 
 
-@pytest.mark.parametrize(
-    ("what", "expected_error", "facts"),
-    [
-        ("used uuid", "ValueError", ["generation first", "was used before"]),
-        ("disagreement", "Mismatch", ["P2 .* says that the members are .P1 .*, P0 .*, P2 "]),
-        ("another length", "Mismatch", ["P2 .* says that the members are .P1 .*, P2 "]),
-        ("twice", "ValueError", ["the same process has ranks 1 and 2"]),
-        ("another job", "ValueError", ["P1 .* but rank 0, P0 .*, is of another job, another"]),
-        ("not a handle", "ValueError", ["P1 .*'nonsense' is no handle"]),
-        ("without itself", "ValueError", ["P1 .* but it is not among the members"]),
-    ],
-)
-def test_bad_reconfigure_is_the_same_error_on_every_member_and_can_be_tried_again(
-    store: dist.TCPStore, what: str, expected_error: str, facts: list[str]
-) -> None:
-    with Ranks(3, misuse, store.port, what) as ranks:
-        results = ranks.results()
-        pids = [ranks.pid(process) for process in range(3)]
-    for error, text in results:
-        assert error == expected_error, text
-        for fact in facts:
-            pattern = re.sub(r"P(\d)", lambda match: f"pid {pids[int(match[1])]}", fact)
-            assert re.search(pattern, text), text
-        if what not in ("used uuid",):
-            assert all(f"pid {pid} " in text for pid in pids)
-
-
-def die_before_it_agrees(rank: Rank, port: int) -> tuple[str, str]:
+@on_ranks(3, killed=[1])
+def test_reconfigure_with_a_member_that_dies_raises_on_the_others(rank: Rank, port: int) -> None:
     store = store_of(port)
     membership = Membership(store)
     handles = exchange(rank, store, membership)
     if rank.rank == 1:
-        rank.hear()
+        store.wait(["0 agrees", "2 agrees"])
         kill_self()
-    rank.tell()
-    error = error_of(lambda: membership.reconfigure("first", handles))
-    generation = membership.reconfigure("second", [handles[0], handles[2]])
-    assert generation.world_size == 2
-    return error
-
-
-def test_reconfigure_with_a_member_that_dies_raises_on_the_others(store: dist.TCPStore) -> None:
-    with Ranks(3, die_before_it_agrees, store.port) as ranks:
-        ranks.hear(0), ranks.hear(2)
-        ranks.tell(1)
-        first, _, last = ranks.results(killed=[1])
-        pid = ranks.pid(1)
-    for error in (first, last):
-        check_error(error, "PeerFailed", f"rank 1, pid {pid} ")
+    store.set(f"{rank.rank} agrees", "")
+    error = error_of(membership.reconfigure, "first", handles)
+    check_error(error, "PeerFailed", f"rank 1, pid {Handle.parse(handles[1]).pid} ")
+    assert membership.reconfigure("second", [handles[0], handles[2]]).world_size == 2

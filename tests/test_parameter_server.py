@@ -15,6 +15,7 @@ import rota
 from models import make_model
 from parameter_servers import (
     OPTIMIZERS,
+    POINTS,
     backward,
     count_gradient,
     counted,
@@ -22,6 +23,7 @@ from parameter_servers import (
     dawdle,
     flat,
     init,
+    kill_at,
     settle,
 )
 from ranks import Rank, on_ranks, run_ranks
@@ -31,20 +33,22 @@ from rota.shared.wire import Wire
 
 pytestmark = pytest.mark.same_in_every_build
 
-NUM_STEPS = 10
+NUM_STEPS = 12
+SERVED = "served"
+# How many ranks, which of them serve, and the point of an update at which the first server dies.
+LAYOUTS = [
+    *((world_size, servers, None) for world_size, servers in ((2, None), (3, None), (3, [1]))),
+    (5, [0, 3], None),
+    *((4, [0, 2], point) for point in POINTS),
+]
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize(
-    ("world_size", "servers"),
-    [(2, None), (3, None), (3, [1]), (5, [0, 3])],
-    ids=["every-2", "every-3", "1-of-3", "2-of-5"],
-)
-@on_ranks()
-def test_sync_has_the_bits_of_all_reduce(
-    rank: Rank, optimizer: str, servers: list[int] | None
-) -> None:
+def train_beside_ddp(
+    rank: Rank, optimizer: str, servers: list[int] | None, point: str | None
+) -> str:
     init(rank)
+    if point is not None and rank.rank == 0:
+        kill_at(point)
     model = nn.Sequential(make_model(), nn.Linear(8, 3))
     torch.manual_seed(rank.rank)  # rank 0's parameters count
     with torch.no_grad():
@@ -53,11 +57,12 @@ def test_sync_has_the_bits_of_all_reduce(
     start = [parameter.detach().clone() for parameter in model.parameters()]
     for tensor in start:
         dist.broadcast(tensor, 0)
-    server = ParameterServer(model, OPTIMIZERS[optimizer], servers=servers)
-    workers = [r for r in range(rank.world_size) if servers is None or r not in servers]
-    group = dist.new_group(workers)
+    lr_lambda = None if point is None else lambda update: 1 / (1 + update)
+    server = ParameterServer(model, OPTIMIZERS[optimizer], servers=servers, lr_lambda=lr_lambda)
+    group = dist.new_group(server.workers)
     if not server.is_worker:
-        return server.serve()
+        server.serve()
+        return SERVED
     assert torch.equal(flat(model.parameters()), flat(start))
 
     expected = nn.Sequential(make_model(), nn.Linear(8, 3))
@@ -65,15 +70,30 @@ def test_sync_has_the_bits_of_all_reduce(
     ddp = DistributedDataParallel(expected, process_group=group)
     ddp.register_comm_hook(group, rota.allreduce_hook)
     expected_optimizer = OPTIMIZERS[optimizer](expected.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(expected_optimizer, lr_lambda or (lambda _: 1))
     for step in range(NUM_STEPS):
         backward(ddp, rank.rank, step)
         expected_optimizer.step()
+        scheduler.step()
         backward(model, rank.rank, step)
         server.step()
         assert torch.equal(flat(model.parameters()), flat(expected.parameters())), f"step {step}"
-    assert server.staleness == {r: {0: NUM_STEPS} for r in servers or range(rank.world_size)}
+    if point is None:
+        every_rank = range(rank.world_size)
+        assert server.staleness == {r: {0: NUM_STEPS} for r in servers or every_rank}
     server.close()
-    return None
+    return "trained"
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize(("world_size", "servers", "point"), LAYOUTS)
+def test_sync_has_the_bits_of_all_reduce_even_if_a_server_is_killed(
+    world_size: int, optimizer: str, servers: list[int] | None, point: str | None
+) -> None:
+    killed = [0] if point else []
+    results = run_ranks(world_size, train_beside_ddp, optimizer, servers, point, killed=killed)
+    expected = [SERVED if rank in (servers or ()) else "trained" for rank in range(world_size)]
+    assert results == [None if rank in killed else expected[rank] for rank in range(world_size)]
 
 
 @on_ranks(2)
@@ -98,8 +118,9 @@ def test_sync_of_bfloat16_parameters_keeps_float32_copies(rank: Rank) -> None:
     server.close()
 
 
-def push_odd_gradients(rank: Rank) -> list[float]:
-    """A gradient that is missing, one that is transposed, an empty and a scalar parameter."""
+@on_ranks(5)
+def test_gradients_may_be_missing_strided_or_empty_and_servers_idle(rank: Rank) -> None:
+    """An empty and a scalar parameter; at least one server has none."""
     init(rank)
     shapes = [(3, 2), (0, 4), (), (5,)]
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
@@ -110,12 +131,7 @@ def push_odd_gradients(rank: Rank) -> list[float]:
     parameters[3].grad = torch.full((5,), rank.rank * 2.0)
     server.step()
     server.close()
-    return [float(parameters[2]), float(parameters[3][4])]
-
-
-def test_gradients_may_be_missing_strided_or_empty_and_servers_idle() -> None:
-    """At least one of 5 servers has no parameter."""
-    assert run_ranks(5, push_odd_gradients) == [[-2.0, -4.0]] * 5
+    assert float(parameters[2]) == -2 and parameters[3].tolist() == [-4] * 5
 
 
 class Replacing(torch.optim.Optimizer):
@@ -146,19 +162,20 @@ def test_parameters_may_get_other_memory_on_workers_and_servers(rank: Rank) -> N
 
 
 def count_pushes(
-    rank: Rank, mode: str, staleness: int | None, servers: list[int] | None, num_elems: int
+    rank: Rank, num_steps: list[int], num_elems: int, point: str | None, options: dict[str, Any]
 ) -> Any:
     init(rank)
+    if point is not None and rank.rank == 0:
+        kill_at(point)
     parameters = counters(rank.world_size, num_elems)
-    server = ParameterServer(
-        parameters, OPTIMIZERS["sum"], mode=mode, staleness=staleness, servers=servers
-    )
-    group = dist.new_group([r for r in range(rank.world_size) if r in server.workers])
+    server = ParameterServer(parameters, OPTIMIZERS["sum"], **options)
+    group = dist.new_group(server.workers)
     if not server.is_worker:
         server.serve()
         return {r: sum(delays.values()) for r, delays in server.delays.items()}
+    staleness = options.get("staleness")
     generator = random.Random(rank.rank)
-    for step in range(40 + 10 * rank.rank if mode == "async" else 40):
+    for step in range(num_steps[rank.rank]):
         dawdle(generator)
         count_gradient(parameters, rank.rank)
         server.step()
@@ -180,7 +197,8 @@ def count_pushes(
 @pytest.mark.parametrize("num_elems", [1, 100_000], ids=["small", "large"])
 @pytest.mark.parametrize("servers", [None, [1]], ids=["every", "dedicated"])
 def test_async_applies_every_push_exactly_once(servers: list[int] | None, num_elems: int) -> None:
-    results = run_ranks(3, count_pushes, "async", None, servers, num_elems)
+    options = {"mode": "async", "servers": servers}
+    results = run_ranks(3, count_pushes, [40, 50, 60], num_elems, None, options)
     if servers is None:
         assert results == [[[40, 50, 60]] * 2] * 3
     else:
@@ -192,42 +210,47 @@ def test_async_applies_every_push_exactly_once(servers: list[int] | None, num_el
 def test_no_worker_is_ahead_by_more_than_the_staleness(
     servers: list[int] | None, staleness: int
 ) -> None:
-    results = run_ranks(3, count_pushes, "stale", staleness, servers, 64)
+    options = {"mode": "stale", "staleness": staleness, "servers": servers}
+    results = run_ranks(3, count_pushes, [40] * 3, 64, None, options)
     workers = [0, 1] if servers else [0, 1, 2]
     expected = [40 if rank in workers else 0 for rank in range(3)]
     assert [results[worker] for worker in workers] == [[expected] * 2] * len(workers)
 
 
-def run_ahead(rank: Rank) -> Any:
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "stale", "staleness": 1}], ids=str)
+def test_every_push_is_applied_once_when_a_server_is_killed(
+    options: dict[str, Any], point: str
+) -> None:
+    options = options | {"servers": [0, 2]}
+    first, *others = run_ranks(4, count_pushes, [12] * 4, 1000, point, options, killed=[0])
+    assert first is None and others[0::2] == [[[0, 12, 0, 12]] * 2] * 2
+
+
+@on_ranks(2)
+def test_histogram_has_the_clocks_that_a_worker_was_ahead(rank: Rank) -> None:
     """Worker 1 only starts when worker 0 has used up its staleness."""
     init(rank)
     parameters = counters(2)
     server = ParameterServer(parameters, OPTIMIZERS["sum"], mode="stale", staleness=2)
-    if rank.rank == 0:
-        for _ in range(2):
-            count_gradient(parameters, 0)
-            server.step()
+    for turn in range(2):
+        if rank.rank == turn:
+            for _ in range(2):
+                count_gradient(parameters, turn)
+                server.step()
         dist.barrier()
-    else:
-        dist.barrier()
-        for _ in range(2):
-            count_gradient(parameters, 1)
-            server.step()
     staleness = server.staleness
     settle(server)
     server.close()
-    return [dict(counter) for counter in staleness.values()]
-
-
-def test_histogram_has_the_clocks_that_a_worker_was_ahead() -> None:
-    ahead, _ = run_ranks(2, run_ahead)
-    for counter in ahead:
+    for counter in staleness.values():
         # The pulls after push 1 and 2, and that of settle().
-        assert counter[1] == 1 and counter[2] == 1 and counter[0] == 1
+        assert rank.rank == 1 or counter == {1: 1, 2: 1, 0: 1}
 
 
-def push_only(rank: Rank, mode: str) -> list[list[int]]:
-    """Different pushes without pulls: two find a slot, the next wait until one is read."""
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(2)
+def test_pushes_without_pulls_are_applied_one_by_one(rank: Rank, mode: str) -> None:
+    """Different pushes: two find a slot, the next wait until one is read."""
     init(rank)
     parameters = counters(2, 50_000)
     server = ParameterServer(parameters, OPTIMIZERS["sum"], mode=mode)
@@ -235,18 +258,14 @@ def push_only(rank: Rank, mode: str) -> list[list[int]]:
         count_gradient(parameters, rank.rank)
         server.push([p.grad * 2 * step for p in parameters if p.grad is not None])
     settle(server)
-    counts = counted(parameters)
-    server.close()
-    return counts
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_pushes_without_pulls_are_applied_one_by_one(mode: str) -> None:
     total = sum(2 * step for step in range(30)) // (2 if mode == "sync" else 1)
-    assert run_ranks(2, push_only, mode) == [[[total] * 2] * 2] * 2
+    assert counted(parameters) == [[total] * 2] * 2
+    server.close()
 
 
-def stop_early(rank: Rank) -> list[list[int]]:
+@on_ranks(3)
+def test_sync_goes_on_without_a_worker_that_has_closed(rank: Rank) -> None:
+    """Updates are means of 3 workers, then of 2, then of 1."""
     init(rank)
     parameters = counters(3)
     with ParameterServer(parameters, OPTIMIZERS["sum"]) as server:
@@ -255,14 +274,8 @@ def stop_early(rank: Rank) -> list[list[int]]:
             assert parameters[0].grad is not None
             server.step([p.grad * 6 for p in parameters])
         assert server.clock == 2 + rank.rank
-        return counted(parameters)
-
-
-def test_sync_goes_on_without_a_worker_that_has_closed() -> None:
-    """Updates are means of 3 workers, then of 2, then of 1."""
-    results = run_ranks(3, stop_early)
-    assert results[2] == [[4, 4 + 3, 4 + 3 + 6]] * 2
-    assert results[0] == [[4, 4, 4]] * 2
+        expected = [[4, 4, 4], [4, 4 + 3, 4 + 3], [4, 4 + 3, 4 + 3 + 6]]
+        assert counted(parameters) == [expected[rank.rank]] * 2
 
 
 def test_assignment_is_even_and_sections_do_not_overlap() -> None:

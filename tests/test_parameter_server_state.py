@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import nn
 
 from models import make_model
 from parameter_servers import OPTIMIZERS, backward, flat, init
-from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from ranks import Rank, check_error, error_of, kill_self, on_ranks, run_ranks
 from rota.parameter_server import ParameterServer
 from rota.parameter_server.shard import ServerShard
 
@@ -102,10 +100,6 @@ def test_training_goes_on_with_the_same_bits_on_any_number_of_servers(
 SERVERS, WORKERS = [0, 2], [1, 3]
 
 
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def lose_a_server(rank: Rank, dies_in: str) -> Any:
     """The first server of a state that was loaded dies, before it has made an update of its own or
     when a worker asks for its save."""
@@ -133,7 +127,7 @@ def lose_a_server(rank: Rank, dies_in: str) -> Any:
     parameters, server = make()
     server.load_state_dict(saved[0])
     if rank.rank == SERVERS[0]:
-        setattr(ServerShard, dies_in, die)
+        setattr(ServerShard, dies_in, lambda *_: kill_self())
     if not server.is_worker:
         server.serve()
         return SERVED
@@ -148,8 +142,8 @@ def lose_a_server(rank: Rank, dies_in: str) -> Any:
 
 @pytest.mark.parametrize("dies_in", ["_step", "_save"])
 def test_replica_goes_on_from_the_state_that_was_loaded(dies_in: str) -> None:
-    with Ranks(4, lose_a_server, dies_in) as ranks:
-        assert ranks.results(killed=[SERVERS[0]]) == [None, "trained", SERVED, "trained"]
+    results = run_ranks(4, lose_a_server, dies_in, killed=[SERVERS[0]])
+    assert results == [None, "trained", SERVED, "trained"]
 
 
 # ---- what is refused
@@ -162,90 +156,63 @@ def make(**options: Any) -> tuple[nn.Module, ParameterServer]:
     )
 
 
-def without_momenta(state: Any) -> None:
-    for of_parameter in state["optimizer"]["state"].values():
-        del of_parameter["exp_avg"]
+def bad_states(saved: Any) -> Iterator[tuple[Any, ...]]:
+    """Each with the error, and what it says."""
+
+    def edited(edit: Callable[[Any, Any, Any], object]) -> Any:
+        state = copy.deepcopy(saved)
+        edit(state, state["parameters"], state["optimizer"])
+        return state
+
+    def edit_each(kind: str, edit: Callable[[Any], object]) -> Any:
+        return edited(lambda s, p, o: [edit(entry) for entry in o[kind].values()])
+
+    yield [1], "TypeError", "state_dict is of type list"
+    yield edited(lambda s, p, o: s.pop("optimizer")), "ValueError", "lacks ['optimizer']"
+    yield edited(lambda s, p, o: s.update(num_updates=-1)), "ValueError", "num_updates is -1"
+    renamed = edited(lambda s, p, o: p.update(bias=p.pop("0.bias")))
+    yield renamed, "ValueError", "lacks ['0.bias'] and has ['bias']"
+    short = edited(lambda s, p, o: p.update({"2.bias": torch.zeros(3)}))
+    yield short, "ValueError", "2.bias has shape [3]", "[48]"
+    half = edited(lambda s, p, o: p.update({"2.bias": torch.zeros(48).half()}))
+    yield half, "TypeError", "2.bias is torch.float16"
+    yield edited(lambda s, p, o: s.update(optimizer=None)), "ValueError", "without an optimizer"
+    yield edited(lambda s, p, o: o.pop("state")), "ValueError", "lacks ['state']"
+    without = edited(lambda s, p, o: o["state"].pop("4.bias"))
+    yield without, "ValueError", "lacks ['4.bias'] and has []"
+    of_sgd = edit_each("param_groups", lambda options: options.update(nesterov=False))
+    yield of_sgd, "ValueError", "options ['nesterov']"
+    without = edit_each("state", lambda of: of.pop("exp_avg"))
+    yield without, "ValueError", "lacks ['exp_avg']"
+    short = edit_each("state", lambda of: of.update(exp_avg=of["exp_avg"][:1]))
+    yield short, "ValueError", "exp_avg of", "shape [1"
 
 
-def with_short_momenta(state: Any) -> None:
-    for of_parameter in state["optimizer"]["state"].values():
-        of_parameter["exp_avg"] = of_parameter["exp_avg"][:1]
-
-
-def of_sgd(state: Any) -> None:
-    for options in state["optimizer"]["param_groups"].values():
-        options["nesterov"] = False
-
-
-BAD_STATES: list[tuple[Callable[[Any], Any], str, list[str]]] = [
-    (lambda s: [1], "TypeError", ["state_dict is of type list"]),
-    (lambda s: s.pop("optimizer") and None, "ValueError", ["lacks ['optimizer']"]),
-    (lambda s: s.update(num_updates=-1), "ValueError", ["num_updates is -1"]),
-    (
-        lambda s: s["parameters"].update(bias=s["parameters"].pop("0.bias")),
-        "ValueError",
-        ["lacks ['0.bias'] and has ['bias']"],
-    ),
-    (
-        lambda s: s["parameters"].update({"2.bias": torch.zeros(3)}),
-        "ValueError",
-        ["2.bias has shape [3]", "[48]"],
-    ),
-    (
-        lambda s: s["parameters"].update({"2.bias": torch.zeros(48).half()}),
-        "TypeError",
-        ["2.bias is torch.float16"],
-    ),
-    (lambda s: s.update(optimizer=None), "ValueError", ["without an optimizer"]),
-    (lambda s: s["optimizer"].pop("state") and None, "ValueError", ["lacks ['state']"]),
-    (
-        lambda s: s["optimizer"]["state"].pop("4.bias") and None,
-        "ValueError",
-        ["lacks ['4.bias'] and has []"],
-    ),
-    (of_sgd, "ValueError", ["options ['nesterov']"]),
-    (without_momenta, "ValueError", ["lacks ['exp_avg']"]),
-    (with_short_momenta, "ValueError", ["exp_avg of", "shape [1"]),
-]
-
-
-def load_badly(rank: Rank) -> list[tuple[str, str]]:
-    """Then a good one: nothing is left behind."""
+@on_ranks(2)
+def test_state_of_something_else_is_refused_on_all_ranks_and_changes_nothing(rank: Rank) -> None:
     init(rank)
     model, server = make()
     backward(model, rank.rank, 0)
     server.step()
     saved = server.state_dict()
     expected = flat(model.parameters())
-    errors = [error_of(lambda: server.load_state_dict(saved))]
+    check_error(error_of(server.load_state_dict, saved), "RuntimeError", "has pushed 1 times")
     server.close()
     model, server = make()
     before = flat(model.parameters())
-    for change, _, _ in BAD_STATES:
-        state = copy.deepcopy(saved)
+    for state, kind, *facts in bad_states(saved):
+        error = error_of(server.load_state_dict, state if rank.rank == 0 else saved)
         if rank.rank == 0:
-            changed = change(state)
-            state = changed if isinstance(changed, list) else state
-        errors.append(error_of(lambda state=state: server.load_state_dict(state)))
-    other = {**saved, "num_updates": rank.rank}
-    errors.append(error_of(lambda: server.load_state_dict(other)))
+            check_error(error, kind, *facts)
+        else:
+            check_error(error, "TransportError", "rank 0 failed: ", *facts)
+    error = error_of(server.load_state_dict, {**saved, "num_updates": rank.rank})
+    check_error(error, "Mismatch", "rank 0 has 0; rank 1 has 1")
     server.pull()
     assert torch.equal(flat(model.parameters()), before)
-    server.load_state_dict(saved)
+    server.load_state_dict(saved)  # nothing is left behind
     assert torch.equal(flat(model.parameters()), expected)
     server.close()
-    return errors
-
-
-def test_state_of_something_else_is_refused_on_all_ranks_and_changes_nothing() -> None:
-    first, second = run_ranks(2, load_badly)
-    for error, text in (first[0], second[0]):
-        assert error == "RuntimeError" and "has pushed 1 times" in text
-    for error in (first[-1], second[-1]):
-        check_error(error, "Mismatch", "rank 0 has 0; rank 1 has 1")
-    for own, other, (_, expected, facts) in zip(first[1:], second[1:], BAD_STATES, strict=False):
-        check_error(own, expected, *facts)
-        check_error(other, "TransportError", "rank 0 failed: ", *facts)
 
 
 class Unsavable(torch.optim.SGD):
@@ -257,25 +224,19 @@ class Unsavable(torch.optim.SGD):
             self.state[parameter]["function"] = lambda: None
 
 
-def ask_badly(rank: Rank) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_what_cannot_be_saved_or_asked_for_is_an_error_of_the_caller(rank: Rank) -> None:
     init(rank)
     model, server = make(make_optimizer=lambda p: Unsavable(p, lr=0.1), servers=[1], mode="async")
     if not server.is_worker:
-        errors = [error_of(server.state_dict)]
-        server.serve()
-        return errors
+        check_error(error_of(server.state_dict), "RuntimeError", "rank 1 only serves")
+        return server.serve()
     backward(model, 0, 0)
     server.step()
-    errors = [error_of(server.state_dict), error_of(lambda: server.load_state_dict({}))]
+    facts = ("server rank 1 cannot save", "pickle")
+    check_error(error_of(server.state_dict), "TransportError", *facts)
+    check_error(error_of(server.load_state_dict, {}), "RuntimeError", "rank 1 is in serve()")
     server.step()  # the server goes on
     server.flush()
     server.close()
-    return [*errors, error_of(server.state_dict)]
-
-
-def test_what_cannot_be_saved_or_asked_for_is_an_error_of_the_caller() -> None:
-    worker, server = run_ranks(2, ask_badly)
-    check_error(server[0], "RuntimeError", "rank 1 only serves")
-    assert [error for error, _ in worker] == ["TransportError", "RuntimeError", "RotaError"]
-    assert "server rank 1 cannot save" in worker[0][1] and "pickle" in worker[0][1]
-    assert "rank 1 is in serve()" in worker[1][1]
+    check_error(error_of(server.state_dict), "RotaError")
