@@ -6,11 +6,12 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import rota
 from ranks import Rank
@@ -31,6 +32,11 @@ def is_state_of(rank: int, step: int, state: dict[str, Any]) -> bool:
     return state["step"] == step and bool((weight == rank * 1000 + step).all())
 
 
+def alone(**options: Any) -> rota.checkpoint.Checkpoint:
+    """The checkpoint of a job of one rank."""
+    return rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
+
+
 def open_checkpoint(rank: Rank, job: str, **options: Any) -> rota.checkpoint.Checkpoint:
     """A rank's checkpoint over an empty store, as after a restart of the whole job."""
     place = {"rank": rank.rank, "world_size": rank.world_size}
@@ -38,14 +44,26 @@ def open_checkpoint(rank: Rank, job: str, **options: Any) -> rota.checkpoint.Che
     return rota.checkpoint.Checkpoint(rank.make_store(), job=job, **options)
 
 
+def save_steps(
+    checkpoint: rota.checkpoint.Checkpoint, rank: int, steps: Iterable[int], num_elems: int = 1000
+) -> None:
+    for step in steps:
+        checkpoint.save(step, state_of(rank, step, num_elems))
+
+
+def load_step(checkpoint: rota.checkpoint.Checkpoint, rank: int) -> int | None:
+    """The step of the newest version, whose state is checked, or None."""
+    found = checkpoint.load()
+    assert found is None or is_state_of(rank, *found), (rank, found[0], found[1]["step"])
+    return None if found is None else found[0]
+
+
 def load_and_check(rank: Rank, job: str, close: bool = True) -> int | None:
     """Loads after a restart; returns the step."""
     checkpoint = open_checkpoint(rank, job)
-    found = checkpoint.load()
-    if found is not None:
-        assert is_state_of(rank.rank, *found), (rank.rank, found[0], found[1]["step"])
+    step = load_step(checkpoint, rank.rank)
     checkpoint.close(keep=not close)
-    return None if found is None else found[0]
+    return step
 
 
 def wait_until_ended(pidfd: int) -> None:

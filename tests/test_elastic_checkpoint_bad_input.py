@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from checkpoints import is_state_of, open_checkpoint, state_of
+from checkpoints import alone, load_step, open_checkpoint, save_steps, state_of
 from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota import _C
 from rota.checkpoint import keeper
@@ -24,25 +24,35 @@ from rota.checkpoint.session import token_of
 pytestmark = pytest.mark.same_in_every_build
 
 
-def alone(**options: Any) -> rota.checkpoint.Checkpoint:
-    return rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, **options)
-
-
 # ---- arguments -----------------------------------------------------------------------------------
 
 
+PLACE = {"rank": 0, "world_size": 1}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
+    ("store", "options", "kind", "text"),
     [
-        (("no store", "n", 0, 1), TypeError, "expected a torch.distributed.Store or ProcessGroup"),
-        ((dist.HashStore(), "n"), ValueError, "rank is None and world_size None"),
-        ((dist.HashStore(), "n", 2, 2), ValueError, "rank is 2 and world_size 2"),
+        ("no store", PLACE, TypeError, "expected a torch.distributed.Store or ProcessGroup"),
+        (dist.HashStore(), {}, ValueError, "rank is None and world_size None"),
+        (dist.HashStore(), {"rank": 2, "world_size": 2}, ValueError, "rank is 2 and world_size 2"),
+        *(
+            (dist.HashStore(), PLACE | bad, TypeError, rf"Checkpoint: {next(iter(bad))} is ")
+            for bad in ({"linger": 3}, {"replicate": "x"}, {"job": 3})
+        ),
+        (
+            dist.HashStore(),
+            PLACE | {"timeout": timedelta(0)},
+            ValueError,
+            "Checkpoint: timeout is ",
+        ),
     ],
-    ids=["store", "no-rank", "rank-too-great"],
 )
-def test_wrong_arguments_raise(arguments: Any, kind: type[Exception], text: str) -> None:
+def test_wrong_arguments_raise(
+    store: Any, options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text):
-        rota.checkpoint.Checkpoint(*arguments)
+        rota.checkpoint.Checkpoint(store, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +69,7 @@ def test_state_that_cannot_be_saved_raises_and_changes_nothing(state: Any, text:
         checkpoint.save(0, state_of(0, 0, 10))
         with pytest.raises(TypeError, match=text):
             checkpoint.save(1, state)
-        found = checkpoint.load()
-        assert found is not None and is_state_of(0, *found)
+        assert load_step(checkpoint, 0) == 0
 
 
 @pytest.mark.parametrize("step", [-1, 3, 2.5, "4"])
@@ -69,8 +78,7 @@ def test_step_that_does_not_grow_or_is_no_step_raises(step: Any) -> None:
         checkpoint.save(3, state_of(0, 3, 10))
         with pytest.raises(ValueError, match=r"rota\.checkpoint\.Checkpoint\.save: step"):
             checkpoint.save(step, state_of(0, 4, 10))
-        found = checkpoint.load()
-        assert found is not None and found[0] == 3
+        assert load_step(checkpoint, 0) == 3
 
 
 def test_use_after_close_and_disk_without_a_version_raise() -> None:
@@ -101,77 +109,58 @@ def test_use_in_a_forked_child_raises(rank: Rank) -> None:
 # ---- into ----------------------------------------------------------------------------------------
 
 SAVED = {"w": torch.ones(2, 3), "b": torch.ones(3)}
-OTHERS = {
-    "shape": {"w": torch.zeros(3, 2), "b": torch.zeros(3)},
-    "dtype": {"w": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(3)},
-    "missing": {"b": torch.zeros(3)},
-    "more": {"w": torch.zeros(2, 3), "b": torch.zeros(3), "c": torch.zeros(1)},
-}
-TEXTS = {
-    "shape": r"state\['w'\] is \(3, 2\) of float32 in `into`, but \(2, 3\) of float32",
-    "dtype": r"state\['w'\] is \(2, 3\) of float64 in `into`, but \(2, 3\) of float32",
-    "missing": r"state\['w'\] is missing in `into`, but \(2, 3\)",
-    "more": r"state\['c'\] is \(1,\) of float32 in `into`, but missing",
-}
+# What rank 1 loads into, and what all ranks are told of it.
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"w": torch.zeros(3, 2)},
+        r"state\['w'\] is \(3, 2\) of float32 in `into`, but \(2, 3\) of fl",
+    ),
+    (
+        {"w": torch.zeros(2, 3, dtype=torch.float64)},
+        r"state\['w'\] is \(2, 3\) of float64 in `into`, but \(2, 3\) of float32",
+    ),
+    ({"w": None}, r"state\['w'\] is missing in `into`, but \(2, 3\)"),
+    ({"c": torch.zeros(1)}, r"state\['c'\] is \(1,\) of float32 in `into`, but missing"),
+]
 
 
-def load_into_another(rank: Rank, job: str, other: str) -> tuple[str, str]:
-    checkpoint = open_checkpoint(rank, job)
-    checkpoint.save(0, SAVED)
-    fits = {name: torch.zeros_like(tensor) for name, tensor in SAVED.items()}
-    into = OTHERS[other] if rank.rank == 1 else fits
-    error = error_of(lambda: checkpoint.load(into))
-    assert all(not tensor.any() for tensor in into.values())
-    found = checkpoint.load(fits)
-    assert found is not None and fits["w"].equal(SAVED["w"])
-    checkpoint.close()
-    return error
-
-
-@pytest.mark.parametrize("other", OTHERS)
+@on_ranks(2)
 def test_load_into_another_state_raises_on_all_ranks_and_writes_nothing(
-    other: str, job: str
+    rank: Rank, job: str
 ) -> None:
-    errors = run_ranks(2, load_into_another, job, other)
-    for kind, text in errors:
-        assert kind == "Mismatch" and re.search(TEXTS[other], text), text
-    assert "rank 1/2 (pid " in errors[0][1]
+    with open_checkpoint(rank, job) as checkpoint:
+        checkpoint.save(0, SAVED)
+        for changes, pattern in OTHERS:
+            fits = {name: torch.zeros_like(tensor) for name, tensor in SAVED.items()}
+            other = {name: x for name, x in (fits | changes).items() if x is not None}
+            into = other if rank.rank == 1 else fits
+            kind, text = error_of(checkpoint.load, into)
+            assert kind == "Mismatch" and re.search(pattern, text), text
+            assert rank.rank == 1 or "rank 1/2 (pid " in text
+            assert all(not tensor.any() for tensor in into.values())
+            assert checkpoint.load(fits) is not None and fits["w"].equal(SAVED["w"])
 
 
 # ---- damage --------------------------------------------------------------------------------------
 
 
-def damage(rank: Rank, job: str, part: str) -> tuple[str, str]:
-    checkpoint = open_checkpoint(rank, job)
-    for step in range(3):
-        checkpoint.save(step, state_of(rank.rank, step, 1000))
-    version = checkpoint._newest
-    assert version is not None
-    if rank.rank == 1:
-        if part == "tensor":
-            version.tensors()[0].view(torch.uint8)[77] ^= 1
-        else:
-            version.memory.bytes[version.num_bytes - 1] ^= 1
-    error = error_of(checkpoint.load) if part == "tensor" else ("", "")
-    found = checkpoint.load()
-    assert found is not None and found[0] == 1 and is_state_of(rank.rank, *found)
-    checkpoint.close()
-    return error
-
-
-def test_damaged_tensor_is_an_error_on_all_ranks_and_the_next_load_takes_the_older_version(
-    job: str,
+@pytest.mark.parametrize("part", ["tensor", "tail"])
+@on_ranks(2)
+def test_damaged_version_is_an_error_or_none_and_the_next_load_takes_the_older(
+    rank: Rank, job: str, part: str
 ) -> None:
-    for error in run_ranks(2, damage, job, "tensor"):
-        check_error(
-            error,
-            "TransportError",
-            "state['model']['weight'] of rank 1 in step 2 does not match its checksum",
-        )
-
-
-def test_damaged_tail_is_no_version(job: str) -> None:
-    run_ranks(2, damage, job, "tail")
+    with open_checkpoint(rank, job) as checkpoint:
+        save_steps(checkpoint, rank.rank, range(3))
+        version = checkpoint._newest
+        assert version is not None
+        if rank.rank == 1 and part == "tensor":
+            version.tensors()[0].view(torch.uint8)[77] ^= 1
+        elif rank.rank == 1:
+            version.memory.bytes[version.num_bytes - 1] ^= 1
+        if part == "tensor":
+            fact = "state['model']['weight'] of rank 1 in step 2 does not match its checksum"
+            check_error(error_of(checkpoint.load), "TransportError", fact)
+        assert load_step(checkpoint, rank.rank) == 1
 
 
 def test_memory_that_is_not_sealed_is_refused(job: str) -> None:
@@ -192,43 +181,25 @@ def test_memory_that_is_not_sealed_is_refused(job: str) -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def run_short_of_memory(rank: Rank, job: str, how: str) -> tuple[str, str]:
-    checkpoint = open_checkpoint(rank, job)
-    for step in range(2):
-        checkpoint.save(step, state_of(rank.rank, step, 1000))
-
+@pytest.mark.parametrize("how", ["before", "write"])
+@on_ranks(2)
+def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(
+    rank: Rank, how: str, job: str
+) -> None:
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    if rank.rank == 0 and how == "before":
-        _C.available_memory = lambda: 4096
-    if rank.rank == 0 and how == "write":
-        os.pwrite = no_space
-
-    def save_twice() -> None:
-        for step in (2, 3):
-            checkpoint.save(step, state_of(rank.rank, step, 10**6))
-
-    error = error_of(save_twice)
-    found = checkpoint.load()
-    assert found is not None and found[0] == 1 and is_state_of(rank.rank, *found)
-    checkpoint.close()
-    return error
-
-
-@pytest.mark.parametrize("how", ["before", "write"])
-def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(
-    how: str, job: str
-) -> None:
-    errors = run_ranks(2, run_short_of_memory, job, how)
-    for error in errors:
-        check_error(
-            error,
-            "TransportError",
-            "bytes of shared memory for a version",
-            "nothing was saved, and the last version is still there",
-        )
-    assert "rank 0/2 (pid " in errors[1][1]
+    with open_checkpoint(rank, job) as checkpoint:
+        save_steps(checkpoint, rank.rank, range(2))
+        if rank.rank == 0 and how == "before":
+            _C.available_memory = lambda: 4096
+        elif rank.rank == 0:
+            os.pwrite = no_space
+        error = error_of(save_steps, checkpoint, rank.rank, (2, 3), 10**6)
+        facts = ["bytes of shared memory for a version", "rank 0/2 (pid "][: 1 + rank.rank]
+        facts += ["nothing was saved, and the last version is still there"]
+        check_error(error, "TransportError", *facts)
+        assert load_step(checkpoint, rank.rank) == 1
 
 
 # ---- ranks that disagree -------------------------------------------------------------------------
@@ -258,68 +229,50 @@ def test_second_job_with_the_run_id_of_a_living_one_is_told_so(
     rota.checkpoint.Checkpoint(dist.HashStore(), rank=rank, world_size=2).close()
 
 
-def come_twice(rank: Rank, job: str) -> tuple[str, str]:
+@on_ranks(2)
+def test_two_processes_of_a_rank_on_two_hosts_are_named(rank: Rank, job: str) -> None:
     os.environ["ROTA_HOST_ID"] = f"host{rank.rank}"
     store = rank.make_store(timeout_s=60)
     checkpoint = rota.checkpoint.Checkpoint(store, rank=0, world_size=2, job=job)
     if rank.rank == 1:
         store.wait(["rota/checkpoint/checkpoint/claim/0"])
         checkpoint._timeout /= 60
-    error = error_of(checkpoint.load)
-    checkpoint.close()
-    return error
-
-
-def test_two_processes_of_a_rank_on_two_hosts_are_named(job: str) -> None:
-    (kind, text), (late_kind, late_text) = run_ranks(2, come_twice, job)
-    assert kind == "Mismatch" and "there are two processes of rank 0: pid " in text
-    assert "on host host0" in text and "on host host1" in text
-    assert late_kind == "Timeout" and "waited in vain for rank 1" in late_text
-
-
-@pytest.mark.parametrize(
-    ("about", "expected"),
-    [
-        ("world_size", ["rank 0/2 (pid ", "rank 1/3 (pid "]),
-        ("call", ["'load'", "'save'"]),
-    ],
-)
-@on_ranks(2)
-def test_ranks_that_disagree_are_named_with_what_each_said(
-    rank: Rank, about: str, expected: list[str], job: str
-) -> None:
-    world_size = 2 + rank.rank if about == "world_size" else 2
-    checkpoint = open_checkpoint(rank, job, world_size=world_size)
-    if about == "call" and rank.rank == 1:
-
-        def call() -> object:
-            return checkpoint.save(0, {})
+        check_error(error_of(checkpoint.load), "Timeout", "waited in vain for rank 1")
     else:
-        call = checkpoint.load
-    error = error_of(call)
+        facts = ("there are two processes of rank 0: pid ", "on host host0", "on host host1")
+        check_error(error_of(checkpoint.load), "Mismatch", *facts)
     checkpoint.close()
-    check_error(error, "Mismatch", *expected)
 
 
-def save_different_steps(rank: Rank, job: str) -> list[tuple[str, str]]:
-    checkpoint = open_checkpoint(rank, job)
-    first = error_of(lambda: checkpoint.save(5 + rank.rank, state_of(rank.rank, 5, 10)))
-    assert checkpoint.load() is None
-    checkpoint.save(5, state_of(rank.rank, 5, 10))
-    later = error_of(lambda: checkpoint.save(7 - rank.rank, state_of(rank.rank, 7, 10)))
-    checkpoint.save(8, state_of(rank.rank, 8, 10))
-    again = error_of(lambda: checkpoint.save(9 + rank.rank, state_of(rank.rank, 9, 10)))
-    found = checkpoint.load()
-    assert found is not None and found[0] == 8 and is_state_of(rank.rank, *found)
-    checkpoint.close()
-    return [first, later, again]
+@on_ranks(2)
+def test_ranks_that_disagree_are_named_with_what_each_said(rank: Rank) -> None:
+    with open_checkpoint(rank, "sizes", world_size=2 + rank.rank) as checkpoint:
+        error = error_of(checkpoint.load)
+        check_error(error, "Mismatch", "rank 0/2 (pid ", "rank 1/3 (pid ")
+    with open_checkpoint(rank, "calls") as checkpoint:
+        error = error_of(checkpoint.load) if rank.rank == 0 else error_of(checkpoint.save, 0, {})
+        check_error(error, "Mismatch", "'load'", "'save'")
 
 
-def test_different_steps_are_an_error_on_all_ranks_and_nothing_of_them_is_kept(job: str) -> None:
-    steps = [(5, 6), (7, 6), (9, 10)]
-    for errors in run_ranks(2, save_different_steps, job):
-        for (kind, text), both in zip(errors, steps, strict=True):
-            assert kind == "Mismatch" and all(f"step {step}" in text for step in both), text
+@on_ranks(2)
+def test_different_steps_are_an_error_on_all_ranks_and_nothing_of_them_is_kept(
+    rank: Rank, job: str
+) -> None:
+    def save(step: int) -> None:
+        save_steps(checkpoint, rank.rank, [step], 10)
+
+    def save_two(first: int, second: int) -> None:
+        error = error_of(save, (first, second)[rank.rank])
+        check_error(error, "Mismatch", f"step {first}", f"step {second}")
+
+    with open_checkpoint(rank, job) as checkpoint:
+        save_two(5, 6)
+        assert checkpoint.load() is None
+        save(5)
+        save_two(7, 6)
+        save(8)
+        save_two(9, 10)
+        assert load_step(checkpoint, rank.rank) == 8
 
 
 def save_and_leave(rank: Rank, job: str) -> None:
@@ -328,20 +281,17 @@ def save_and_leave(rank: Rank, job: str) -> None:
     checkpoint.close(keep=True)
 
 
-def load_with_fewer(rank: Rank, job: str) -> tuple[str, str]:
-    checkpoint = open_checkpoint(rank, job)
-    error = error_of(checkpoint.load)
-    checkpoint.save(0, state_of(rank.rank, 0, 10))
-    found = checkpoint.load()
-    assert found is not None and found[0] == 0
-    checkpoint.close()
-    return error
+def load_with_fewer(rank: Rank, job: str) -> None:
+    with open_checkpoint(rank, job) as checkpoint:
+        fact = "step 4 was saved by 3 ranks, this job has 2"
+        check_error(error_of(checkpoint.load), "Mismatch", fact)
+        save_steps(checkpoint, rank.rank, [0])
+        assert load_step(checkpoint, rank.rank) == 0
 
 
 def test_another_number_of_ranks_is_an_error_until_they_save(job: str) -> None:
     run_ranks(3, save_and_leave, job)
-    for error in run_ranks(2, load_with_fewer, job):
-        check_error(error, "Mismatch", "step 4 was saved by 3 ranks, this job has 2")
+    run_ranks(2, load_with_fewer, job)
     run_ranks(3, close_all, job)
 
 
@@ -349,24 +299,22 @@ def close_all(rank: Rank, job: str) -> None:
     open_checkpoint(rank, job).close()
 
 
-def lose_one_state(rank: Rank, job: str) -> str:
-    checkpoint = open_checkpoint(rank, job)
-    store = rank.make_store()
-    if rank.rank == 1:
-        for memory in checkpoint._holdings.slots(1).memories.values():
-            memory.clear_head()
-        store.set("cleared", "")
-    store.wait(["cleared"])
-    with pytest.warns(UserWarning, match="no step that all ranks have") as warnings:
-        assert checkpoint.load() is None
-    checkpoint.close()
-    return str(warnings[0].message)
+def lose_one_state(rank: Rank, job: str) -> None:
+    with open_checkpoint(rank, job) as checkpoint:
+        store = rank.make_store()
+        if rank.rank == 1:
+            for memory in checkpoint._holdings.slots(1).memories.values():
+                memory.clear_head()
+            store.set("cleared", "")
+        store.wait(["cleared"])
+        text = r"no step that all ranks have.*rank 0 has \[4\]; rank 1 has none$"
+        with pytest.warns(UserWarning, match=f"(?s){text}"):
+            assert checkpoint.load() is None
 
 
 def test_load_warns_if_only_some_ranks_have_a_version(job: str) -> None:
     run_ranks(2, save_and_leave, job)
-    for text in run_ranks(2, lose_one_state, job):
-        assert text.endswith("rank 0 has [4]; rank 1 has none")
+    run_ranks(2, lose_one_state, job)
 
 
 # ---- the keeper ----------------------------------------------------------------------------------
@@ -409,28 +357,15 @@ def test_keeper_hangs_up_on_another_user() -> None:
         checkpoint.save(0, {})
 
 
-@pytest.mark.parametrize(
-    "packet",
-    [b"\xff", b"{}", b"[]", b'{"ask": "keep"}', b'{"ask": "join", "protocol": 2}', b"{" * 70000],
-    ids=["bytes", "nothing", "list", "not-joined", "half", "long"],
-)
-def test_keeper_survives_any_packet(packet: bytes) -> None:
+def test_keeper_survives_any_packet() -> None:
+    half = b'{"ask": "join", "protocol": 2}'
     with alone() as checkpoint:
         checkpoint.save(0, {"a": 1})
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(f"\0{checkpoint._link.name}")
-        connection.send(packet)
-        answer = connection.recv(1000)
-        assert answer == b"" or b'"error"' in answer
-        connection.close()
         pid = checkpoint.keeper_pid
-        assert checkpoint.load() == (0, {"a": 1}) and checkpoint.keeper_pid == pid
-
-
-@pytest.mark.parametrize(
-    "bad", [{"linger": 3}, {"replicate": "x"}, {"job": 3}, {"timeout": timedelta(0)}], ids=str
-)
-def test_options_of_another_type_are_refused(bad: dict[str, Any]) -> None:
-    kind = ValueError if "timeout" in bad else TypeError
-    with pytest.raises(kind, match=rf"Checkpoint: {next(iter(bad))} is "):
-        rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1, **bad)
+        for packet in (b"\xff", b"{}", b"[]", b'{"ask": "keep"}', half, b"{" * 70000):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.connect(f"\0{checkpoint._link.name}")
+                connection.send(packet)
+                answer = connection.recv(1000)
+            assert answer == b"" or b'"error"' in answer, packet
+            assert checkpoint.load() == (0, {"a": 1}) and checkpoint.keeper_pid == pid, packet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -21,14 +22,17 @@ import torch.distributed as dist
 
 import rota
 from checkpoints import (
-    is_state_of,
+    ELEMS,
+    alone,
     load_and_check,
+    load_step,
     open_checkpoint,
+    save_steps,
     state_of,
     wait_until_ended,
     watched,
 )
-from ranks import Rank, Ranks, check_error, error_of, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, kill_self, run_ranks
 from rota import _C
 from rota.checkpoint.link import KeeperLink
 from rota.checkpoint.session import RankClaim, Session, Sessions
@@ -56,7 +60,7 @@ def die_at(number: int) -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
             if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_self()
             left -= 1
             return function(*args, **kwargs)
 
@@ -70,8 +74,7 @@ def save_for_ever(
     rank: Rank, job: str, dying: list[int], stage: int, num_before: int, loads: bool
 ) -> None:
     checkpoint = open_checkpoint(rank, job)
-    for step in range(num_before):
-        checkpoint.save(step, state_of(rank.rank, step))
+    save_steps(checkpoint, rank.rank, range(num_before), ELEMS)
     if loads:
         checkpoint.close(keep=True)
         checkpoint = open_checkpoint(rank, job)
@@ -110,13 +113,10 @@ def test_killed_at_any_stage_of_a_save_leaves_a_whole_version(
 
 def save_as_fast_as_it_goes(rank: Rank, job: str) -> None:
     checkpoint = open_checkpoint(rank, job)
-    found = checkpoint.load()
-    first = 0
-    if found is not None:
-        assert is_state_of(rank.rank, *found)
-        first = found[0] + 1
-    rank.tell((first, checkpoint.keeper_pid))
-    for step in range(first, 10**9):
+    found = load_step(checkpoint, rank.rank)
+    first = 0 if found is None else found + 1
+    rank.tell(first)
+    for step in itertools.count(first):
         checkpoint.save(step, state_of(rank.rank, step))
         rank.tell(step)
 
@@ -126,7 +126,7 @@ def test_all_ranks_killed_at_random_times_go_on_with_a_whole_version() -> None:
     saved = -1
     for _ in range(NUM_ROUNDS):
         with Ranks(2, save_as_fast_as_it_goes, job) as ranks:
-            firsts = [ranks.hear(rank)[0] for rank in range(2)]
+            firsts = ranks.hear_all()
             assert firsts[0] == firsts[1] and firsts[0] >= saved
             for _ in range(generator.randrange(1, 4)):
                 saved = min(ranks.hear(0), ranks.hear(1))
@@ -147,8 +147,7 @@ def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
         checkpoint = start(1)
     else:
         checkpoint = start(rank.rank)
-        for step in range(5):
-            checkpoint.save(step, state_of(rank.rank, step))
+        save_steps(checkpoint, rank.rank, range(5), ELEMS)
         rank.tell()
         rank.hear()
     if rank.rank == 0:
@@ -156,20 +155,16 @@ def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
         check_error(error, "PeerFailed", "rank 1/2 (pid ")
         rank.tell()
     number = min(rank.rank, 1)
-    found = checkpoint.load()
-    assert found is not None and is_state_of(number, *found)
-    for step in range(5, 8):
-        checkpoint.save(step, state_of(number, step))
-    newest = checkpoint.load()
-    assert newest is not None and is_state_of(number, *newest) and newest[0] == 7
+    found = load_step(checkpoint, number)
+    save_steps(checkpoint, number, range(5, 8), ELEMS)
+    assert load_step(checkpoint, number) == 7
     checkpoint.close()
-    return found[0]
+    return found
 
 
 def test_one_rank_starts_again_beside_one_that_lives_on(job: str) -> None:
     with Ranks(3, take_turns_at_a_rank, job) as ranks:
-        for rank in range(2):
-            ranks.hear(rank)
+        ranks.hear(0), ranks.hear(1)
         ranks.kill(1, joins=True)
         ranks.tell(0)
         ranks.hear(0)
@@ -220,36 +215,30 @@ def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
 
 def save_and_wait(rank: Rank, job: str, linger_s: float, launcher: int | None = None) -> None:
     checkpoint = open_checkpoint(rank, job, linger=timedelta(seconds=linger_s), launcher=launcher)
-    for step in range(2):
-        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    save_steps(checkpoint, rank.rank, range(2))
     rank.tell(checkpoint.keeper_pid)
     rank.hear()
     checkpoint.close()
 
 
-def test_keeper_ends_when_all_ranks_are_killed(job: str) -> None:
-    with Ranks(2, save_and_wait, job, 0.1) as ranks:
-        pids = {ranks.hear(rank) for rank in range(2)}
-        assert len(pids) == 1
-        with watched(pids.pop()) as keeper:
-            ranks.kill(0)
-            ranks.kill(1)
-            wait_until_ended(keeper)
-
-
-def test_keeper_ends_when_all_ranks_have_closed(job: str) -> None:
-    with Ranks(2, save_and_wait, job, 1e6) as ranks:
-        pid, _ = (ranks.hear(rank) for rank in range(2))
+@pytest.mark.parametrize("ends", ["killed", "closed"])
+def test_keeper_ends_when_all_ranks_have_ended(ends: str, job: str) -> None:
+    with Ranks(2, save_and_wait, job, 0.1 if ends == "killed" else 1e6) as ranks:
+        pid, same_pid = ranks.hear_all()
+        assert pid == same_pid
         with watched(pid) as keeper:
-            ranks.tell(0)
-            ranks.hear_result(0)
-            ranks.tell(1)
+            for rank in range(2):
+                if ends == "killed":
+                    ranks.kill(rank)
+                else:
+                    ranks.tell(rank)
+                    ranks.hear_result(rank)
             wait_until_ended(keeper)
 
 
 def test_keeper_stays_for_a_killed_rank_when_the_others_have_closed(job: str) -> None:
     with Ranks(2, save_and_wait, job, 1e6) as ranks:
-        pid, _ = (ranks.hear(rank) for rank in range(2))
+        pid, _ = ranks.hear_all()
         with watched(pid) as keeper:
             ranks.kill(0, joins=True)
             ranks.tell(1)
@@ -262,7 +251,7 @@ def test_keeper_stays_for_a_launcher_and_ends_after_it(job: str) -> None:
     launcher = subprocess.Popen(["sleep", "1000"])
     try:
         with Ranks(2, save_and_wait, job, 0.0, launcher.pid) as ranks:
-            pid, _ = (ranks.hear(rank) for rank in range(2))
+            pid, _ = ranks.hear_all()
             with watched(pid) as keeper:
                 for rank in range(2):
                     ranks.kill(rank, joins=True)
@@ -279,31 +268,27 @@ def test_keeper_stays_for_a_launcher_and_ends_after_it(job: str) -> None:
         launcher.wait()
 
 
-def kill_the_keeper(rank: Rank, job: str) -> tuple[int, int]:
+def kill_the_keeper(rank: Rank, job: str) -> None:
     checkpoint = open_checkpoint(rank, job)
-    for step in range(2):
-        checkpoint.save(step, state_of(rank.rank, step))
-    first = checkpoint.keeper_pid
-    rank.tell(first)
-    rank.hear()
-    checkpoint.save(2, state_of(rank.rank, 2))
-    found = checkpoint.load()
-    assert found is not None and is_state_of(rank.rank, *found) and found[0] == 2
+    save_steps(checkpoint, rank.rank, range(2), ELEMS)
     rank.tell(checkpoint.keeper_pid)
     rank.hear()
-    return first, checkpoint.keeper_pid
+    save_steps(checkpoint, rank.rank, [2], ELEMS)
+    assert load_step(checkpoint, rank.rank) == 2
+    rank.tell(checkpoint.keeper_pid)
+    rank.hear()
 
 
 def test_killed_keeper_has_one_successor_with_all_versions(job: str) -> None:
     with Ranks(3, kill_the_keeper, job) as ranks:
-        first = {ranks.hear(rank) for rank in range(3)}
+        first = set(ranks.hear_all())
         assert len(first) == 1
         with watched(first.pop()) as keeper:
             signal.pidfd_send_signal(keeper, signal.SIGKILL)
             wait_until_ended(keeper)
         for rank in range(3):
             ranks.tell(rank)
-        assert len({ranks.hear(rank) for rank in range(3)}) == 1
+        assert len(set(ranks.hear_all())) == 1
         for rank in range(3):
             ranks.kill(rank, joins=True)
     assert run_ranks(3, load_and_check, job) == [2] * 3
@@ -329,8 +314,7 @@ def test_ranks_that_start_at_once_have_one_keeper() -> None:
 
 def leave_a_child(rank: Rank, job: str) -> None:
     checkpoint = open_checkpoint(rank, job)
-    for step in range(2):
-        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    save_steps(checkpoint, rank.rank, range(2))
     # As a worker of a DataLoader, which has a copy of every descriptor.
     child = os.fork()
     if child == 0:
@@ -343,27 +327,20 @@ def test_child_that_outlives_its_rank_does_not_keep_the_rank_from_starting_again
     children = []
     try:
         with Ranks(2, leave_a_child, job) as ranks:
-            children = [ranks.hear(rank) for rank in range(2)]
+            children = ranks.hear_all()
         assert run_ranks(2, load_and_check, job) == [1, 1]
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
 
 
-def test_ctrl_c_does_not_reach_the_keeper() -> None:
-    """Nor does anything else that is sent to the ranks' process group or session."""
-    checkpoint = rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1)
-    try:
+def test_keeper_is_a_session_without_torch_and_leaves_nothing_in_dev_shm() -> None:
+    """So neither Ctrl-C reaches it, nor what is sent to the ranks' process group or session."""
+    before = set(os.listdir("/dev/shm"))
+    with alone() as checkpoint:
+        checkpoint.save(0, state_of(0, 0))
         assert os.getsid(checkpoint.keeper_pid) != os.getsid(0)
         assert os.getpgid(checkpoint.keeper_pid) != os.getpgid(0)
-    finally:
-        checkpoint.close()
-
-
-def test_keeper_does_not_import_torch_and_leaves_nothing_in_dev_shm() -> None:
-    before = set(os.listdir("/dev/shm"))
-    with rota.checkpoint.Checkpoint(dist.HashStore(), rank=0, world_size=1) as checkpoint:
-        checkpoint.save(0, state_of(0, 0))
         maps = Path(f"/proc/{checkpoint.keeper_pid}/maps").read_text()
         assert "torch" not in maps and "memfd" not in maps
         assert {name for name in os.listdir("/dev/shm") if "rota" in name} <= before

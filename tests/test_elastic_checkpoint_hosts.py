@@ -12,16 +12,21 @@ import pytest
 import torch.distributed as dist
 
 import rota
-from checkpoints import is_state_of, open_checkpoint, state_of, wait_until_ended, watched
-from ranks import Rank, Ranks, error_of, on_ranks, run_ranks
+from checkpoints import (
+    ELEMS,
+    load_step,
+    open_checkpoint,
+    save_steps,
+    wait_until_ended,
+    watched,
+)
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 from rota.checkpoint.replicas import replica_holders
 from rota.checkpoint.session import RankClaim
 from rota.engine import Engine
 from test_elastic_checkpoint_failures import die_at
 
 pytestmark = pytest.mark.same_in_every_build
-
-ELEMS = 5 << 20  # two buckets
 
 
 def enter_host(rank: Rank, hosts: str) -> None:
@@ -51,8 +56,7 @@ def test_replicas_lie_on_the_next_host(hosts: str, holders: dict[int, int]) -> N
 def save(rank: Rank, job: str, hosts: str, num_steps: int) -> None:
     enter_host(rank, hosts)
     checkpoint = open_checkpoint(rank, job)
-    for step in range(num_steps):
-        checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+    save_steps(checkpoint, rank.rank, range(num_steps), ELEMS)
     rank.tell(checkpoint.keeper_pid)
     rank.hear()
 
@@ -60,21 +64,18 @@ def save(rank: Rank, job: str, hosts: str, num_steps: int) -> None:
 def load(rank: Rank, job: str, hosts: str, close: bool = True) -> Any:
     enter_host(rank, hosts)
     checkpoint = open_checkpoint(rank, job)
-    found = checkpoint.load()
+    found = load_step(checkpoint, rank.rank)
     if found is not None:
-        assert is_state_of(rank.rank, *found)
-        for step in range(found[0] + 1, found[0] + 4):
-            checkpoint.save(step, state_of(rank.rank, step, ELEMS))
-        again = checkpoint.load()
-        assert again is not None and again[0] == found[0] + 3 and is_state_of(rank.rank, *again)
+        save_steps(checkpoint, rank.rank, range(found + 1, found + 4), ELEMS)
+        assert load_step(checkpoint, rank.rank) == found + 3
     pid = checkpoint.keeper_pid
     checkpoint.close(keep=not close)
-    return (None if found is None else found[0]), pid
+    return found, pid
 
 
 def lose(ranks: Ranks, hosts: str, lost: str) -> None:
     """Kills all ranks, and the keepers of the lost hosts."""
-    pids = {host: ranks.hear(rank) for rank, host in enumerate(hosts)}
+    pids = dict(zip(hosts, ranks.hear_all(), strict=True))
     for rank in range(len(hosts)):
         ranks.kill(rank, joins=True)
     for host in lost:
@@ -110,8 +111,7 @@ def save_and_look(rank: Rank, job: str, hosts: str) -> list[int]:
     enter_host(rank, hosts)
     checkpoint = open_checkpoint(rank, job)
     checkpoint.load()
-    for step in range(10, 14):
-        checkpoint.save(step, state_of(rank.rank, step, 1000))
+    save_steps(checkpoint, rank.rank, range(10, 14))
     owners = sorted(checkpoint._holdings.identities())
     checkpoint.load()  # all have looked
     checkpoint.close()
@@ -165,14 +165,12 @@ def save_until_dead(rank: Rank, job: str, stage: int) -> None:
     """Rank 0 and its keeper end at a stage of the third save, which also sends to host b."""
     enter_host(rank, "ab")
     checkpoint = open_checkpoint(rank, job)
-    for step in range(2):
-        checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+    save_steps(checkpoint, rank.rank, range(2), ELEMS)
     rank.tell(checkpoint.keeper_pid)
     rank.hear()
     if rank.rank == 0:
         die_at(stage)
-    for step in range(2, 100):
-        checkpoint.save(step, state_of(rank.rank, step, ELEMS))
+    save_steps(checkpoint, rank.rank, range(2, 100), ELEMS)
 
 
 # The next host's stages count as well: the head of its replica is cleared here, too.
@@ -181,7 +179,7 @@ def test_host_lost_at_any_stage_of_a_save_leaves_a_whole_version_on_the_next(
     stage: int, job: str
 ) -> None:
     with Ranks(2, save_until_dead, job, stage) as ranks:
-        pid, _ = (ranks.hear(rank) for rank in range(2))
+        pid, _ = ranks.hear_all()
         for rank in range(2):
             ranks.tell(rank)
         ranks._processes[0].join()
@@ -195,24 +193,18 @@ def test_host_lost_at_any_stage_of_a_save_leaves_a_whole_version_on_the_next(
     assert steps[0] == steps[1] and steps[0] >= 1
 
 
-def fail_to_save(rank: Rank, job: str) -> tuple[str, str]:
+@on_ranks(2)
+def test_rank_without_memory_fails_both_hosts_and_the_last_version_stays(
+    rank: Rank, job: str
+) -> None:
     enter_host(rank, "ab")
-    checkpoint = open_checkpoint(rank, job)
-    for step in range(2):
-        checkpoint.save(step, state_of(rank.rank, step, 1000))
-    if rank.rank == 0:
-        rota._C.available_memory = lambda: 4096
-    error = error_of(lambda: checkpoint.save(2, state_of(rank.rank, 2, 10**6)))
-    found = checkpoint.load()
-    assert found is not None and found[0] == 1 and is_state_of(rank.rank, *found)
-    checkpoint.close()
-    return error
-
-
-def test_rank_without_memory_fails_both_hosts_and_the_last_version_stays(job: str) -> None:
-    (kind, text), (other_kind, other_text) = run_ranks(2, fail_to_save, job)
-    assert kind == "TransportError" and "cannot reserve" in text
-    assert other_kind == "TransportError" and "rank 0/2 (pid " in other_text
+    with open_checkpoint(rank, job) as checkpoint:
+        save_steps(checkpoint, rank.rank, range(2))
+        if rank.rank == 0:
+            rota._C.available_memory = lambda: 4096
+        error = error_of(save_steps, checkpoint, rank.rank, [2], 10**6)
+        check_error(error, "TransportError", ("cannot reserve", "rank 0/2 (pid ")[rank.rank])
+        assert load_step(checkpoint, rank.rank) == 1
 
 
 @pytest.mark.parametrize("replicate", [True, False])
@@ -225,12 +217,10 @@ def test_engine_may_be_a_group_of_any_backend(
     enter_host(rank, "ab")
     group = dist.group.WORLD
     assert group is not None
-    with rota.checkpoint.Checkpoint(
-        group, job=job, engine=group, replicate=replicate
-    ) as checkpoint:
-        for step in range(3):
-            checkpoint.save(step, state_of(rank.rank, step, 1000))
-        found = checkpoint.load()
-        assert found is not None and found[0] == 2 and is_state_of(rank.rank, *found)
+    options = {"engine": group, "replicate": replicate}
+    with rota.checkpoint.Checkpoint(group, job=job, **options) as checkpoint:
+        assert checkpoint.load() is None
+        save_steps(checkpoint, rank.rank, range(3))
+        assert load_step(checkpoint, rank.rank) == 2
         assert len(checkpoint._holdings.identities()) == (2 if replicate else 1)
         dist.barrier()
