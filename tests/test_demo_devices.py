@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,56 +14,47 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from devices import Gpus, default_num_ranks, find_gpus, place
 from train_gpt import StepTimer
 
-
-def _devices(num_ranks: int, gpus: Gpus) -> list[str]:
-    return [str(place(rank, num_ranks, gpus).device) for rank in range(num_ranks)]
-
-
-def test_place_without_gpu_is_the_cpu_beside_gloo() -> None:
-    gpus = Gpus(0, "torch finds no GPU")
-    assert default_num_ranks(gpus) == 2
-    assert _devices(3, gpus) == ["cpu"] * 3
-    placement = place(1, 2, gpus)
-    assert placement.baseline == "gloo"
-    assert placement.note == "2 ranks on the CPU (torch finds no GPU); baseline: Gloo"
+ON_CPU = "2 ranks on the CPU (torch finds no GPU); baseline: Gloo"
+ONE_EACH = "{} ranks, one GPU each; baseline: NCCL"
 
 
-def test_place_with_one_gpu_is_shared_and_says_so() -> None:
-    gpus = Gpus(1)
-    assert default_num_ranks(gpus) == 2
-    assert _devices(2, gpus) == ["cuda:0", "cuda:0"]
-    placement = place(1, 2, gpus)
-    assert placement.baseline == "gloo"
-    assert placement.note.startswith("2 ranks share 1 GPU, on which processes take turns: ")
-    assert placement.note.endswith("baseline: Gloo, since NCCL takes one rank per GPU")
+@pytest.mark.parametrize(
+    ("gpus", "num_ranks", "devices", "baseline", "note"),
+    [
+        (Gpus(0, "torch finds no GPU"), 2, ["cpu"] * 2, "gloo", ON_CPU),
+        (
+            Gpus(1),
+            2,
+            [0, 0],
+            "gloo",
+            "2 ranks share 1 GPU, on which processes take turns: * one rank per GPU",
+        ),
+        *((Gpus(n), n, list(range(n)), "nccl", ONE_EACH.format(n)) for n in (2, 4, 8)),
+        (Gpus(2), 1, [0], "nccl", "*"),
+        (Gpus(2), 5, [0, 1, 0, 1, 0], "gloo", "5 ranks share 2 GPUs, *"),
+        (
+            Gpus(2, have_nccl=False),
+            2,
+            [0, 1],
+            "gloo",
+            "*baseline: Gloo, since this torch has no NCCL",
+        ),
+    ],
+)
+def test_place_gives_devices_in_turn_and_says_what_rota_is_compared_with(
+    gpus: Gpus, num_ranks: int, devices: list[int | str], baseline: str, note: str
+) -> None:
+    places = [place(rank, num_ranks, gpus) for rank in range(num_ranks)]
+    assert [one.device for one in places] == [
+        torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        for device in devices
+    ]
+    assert {one.baseline for one in places} == {baseline}
+    assert fnmatch(places[-1].note, note)
 
 
-@pytest.mark.parametrize("num_gpus", (2, 4, 8))
-def test_place_with_a_gpu_each_is_beside_nccl(num_gpus: int) -> None:
-    gpus = Gpus(num_gpus)
-    assert default_num_ranks(gpus) == num_gpus
-    assert _devices(num_gpus, gpus) == [f"cuda:{index}" for index in range(num_gpus)]
-    placement = place(0, num_gpus, gpus)
-    assert placement.baseline == "nccl"
-    assert placement.note == f"{num_gpus} ranks, one GPU each; baseline: NCCL"
-
-
-def test_place_with_fewer_ranks_than_gpus_leaves_some_idle() -> None:
-    assert _devices(1, Gpus(2)) == ["cuda:0"]
-    assert place(0, 1, Gpus(2)).baseline == "nccl"
-
-
-def test_place_with_too_few_gpus_spreads_the_ranks() -> None:
-    assert _devices(5, Gpus(2)) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
-    placement = place(4, 5, Gpus(2))
-    assert placement.baseline == "gloo"
-    assert placement.note.startswith("5 ranks share 2 GPUs, ")
-
-
-def test_place_without_nccl_is_beside_gloo() -> None:
-    placement = place(1, 2, Gpus(2, have_nccl=False))
-    assert (str(placement.device), placement.baseline) == ("cuda:1", "gloo")
-    assert placement.note.endswith("baseline: Gloo, since this torch has no NCCL")
+def test_default_is_a_rank_for_each_gpu_but_at_least_two() -> None:
+    assert [default_num_ranks(Gpus(count)) for count in (0, 1, 2, 4, 8)] == [2, 2, 2, 4, 8]
 
 
 def test_find_gpus_on_request_for_the_cpu_finds_none() -> None:

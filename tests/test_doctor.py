@@ -51,31 +51,40 @@ def pretend(monkeypatch: pytest.MonkeyPatch, archs: list[str], devices: list[str
     monkeypatch.setattr(_C, "cuda_devices", cuda_devices)
 
 
-def test_doctor_cpu_build_says_how_to_get_a_cuda_build(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+ARCHS = ["sm_90", "compute_90"]
+
+
+@pytest.mark.parametrize(
+    ("archs", "devices", "facts"),
+    [
+        ([], "must not be asked", ["for the CPU", "ROTA_CUDA=1"]),
+        (
+            ARCHS,
+            "cudaGetDeviceCount failed: no driver",
+            ["none usable here: cudaGetDeviceCount failed: no driver", "for sm_90, compute_90"],
+        ),
+        (
+            ARCHS,
+            ["NVIDIA H200 (sm_90)", "NVIDIA A100 (sm_80)"],
+            [
+                "2 found: NVIDIA H200 (sm_90), ",
+                "; NVIDIA A100 (sm_80), ",
+                "CUDA kernels built for sm_90, compute_90",
+            ],
+        ),
+    ],
+    ids=["cpu-build", "no-gpu", "gpus"],
+)
+def test_doctor_says_what_the_build_and_the_machine_have(
+    archs: list[str],
+    devices: list[str] | str,
+    facts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pretend(monkeypatch, [], "must not be asked")
+    pretend(monkeypatch, archs, devices)
     line = gpus_line(capsys)
-    assert "for the CPU" in line and "ROTA_CUDA=1" in line
-    assert "must not be asked" not in line
-
-
-def test_doctor_cuda_build_without_gpu_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretend(monkeypatch, ["sm_90", "compute_90"], "cudaGetDeviceCount failed: no driver")
-    line = gpus_line(capsys)
-    assert "none usable here: cudaGetDeviceCount failed: no driver" in line
-    assert "CUDA kernels built for sm_90, compute_90" in line
-
-
-def test_doctor_cuda_build_with_gpus_names_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretend(monkeypatch, ["sm_90", "compute_90"], ["NVIDIA H200 (sm_90)", "NVIDIA A100 (sm_80)"])
-    line = gpus_line(capsys)
-    assert "2 found: NVIDIA H200 (sm_90), " in line and "; NVIDIA A100 (sm_80), " in line
-    assert "CUDA kernels built for sm_90, compute_90" in line
+    assert all(fact in line for fact in facts) and "must not be asked" not in line
 
 
 def test_doctor_of_this_build_and_machine_is_true(capsys: pytest.CaptureFixture[str]) -> None:

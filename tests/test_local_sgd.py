@@ -30,7 +30,8 @@ from rota.local_sgd import DiLoCo, LocalSGD
 # ---- DDP
 
 
-def train_exactly_beside_ddp(rank: Rank) -> None:
+@on_ranks(2)
+def test_every_step_with_exact_sums_has_the_bits_of_ddp(rank: Rank) -> None:
     """Gradients are small integers and rates powers of two, so every sum is exact."""
     rank.init()
     for name, make in MAKES.items():
@@ -46,11 +47,9 @@ def train_exactly_beside_ddp(rank: Rank) -> None:
             assert_same(flat(alone), flat(replica), f"{name}, step {step}")
 
 
-def test_every_step_with_exact_sums_has_the_bits_of_ddp() -> None:
-    run_ranks(2, train_exactly_beside_ddp)
-
-
-def train_beside_ddp(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks()
+def test_every_step_agrees_with_ddp_within_rounding(rank: Rank) -> None:
     rank.init()
     num_steps = 20
     replica = make_model()
@@ -62,11 +61,6 @@ def train_beside_ddp(rank: Rank) -> None:
         tolerance = 4 * num_steps * torch.finfo(torch.float32).eps * flat(replica).abs().max()
         error = (flat(alone) - flat(replica)).abs().max()
         assert 0 < error <= tolerance, f"{name}: {error} of {tolerance}"
-
-
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_every_step_agrees_with_ddp_within_rounding(world_size: int) -> None:
-    run_ranks(world_size, train_beside_ddp)
 
 
 # ---- the outer reduction
@@ -82,7 +76,9 @@ WIRES: dict[str, dict[str, Any]] = {
 }
 
 
-def reduce_like_a_communicator(rank: Rank) -> None:
+@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks()
+def test_outer_reduction_has_the_bits_of_the_communicator(rank: Rank) -> None:
     communicator = rank.communicator()
     for name, options in WIRES.items():
         for feedback in (False, True):
@@ -117,11 +113,6 @@ def reduce_like_a_communicator(rank: Rank) -> None:
             if residual is not None:
                 saved = outer.state_dict()["state"]["residuals"]["weight"]
                 assert_same(saved, residual.view(1, 1000), name)
-
-
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_outer_reduction_has_the_bits_of_the_communicator(world_size: int) -> None:
-    run_ranks(world_size, reduce_like_a_communicator)
 
 
 @on_ranks(2)
@@ -239,7 +230,8 @@ def diloco_by_hand(num_steps: int, sync_every: int) -> torch.Tensor:
     return flat(common)
 
 
-def train_diloco(rank: Rank) -> torch.Tensor:
+@on_ranks(2, env={"OMP_NUM_THREADS": "1"})
+def test_diloco_has_the_bits_of_the_algorithm_by_hand(rank: Rank) -> None:
     rank.init()
     model = make_model()
     outer = make_diloco(model, 3)
@@ -249,13 +241,7 @@ def train_diloco(rank: Rank) -> torch.Tensor:
         model(batch_of(rank.rank, step)).square().mean().backward()
         optimizer.step()
         outer.step()
-    return flat(model)
-
-
-def test_diloco_has_the_bits_of_the_algorithm_by_hand() -> None:
-    env = {"OMP_NUM_THREADS": "1"}
-    for result in run_ranks(2, train_diloco, env=env):
-        assert_same(result, diloco_by_hand(9, 3), "parameters")
+    assert_same(flat(model), diloco_by_hand(9, 3), "parameters")
 
 
 @on_ranks(2)
@@ -298,7 +284,8 @@ def test_sync_passes_over_what_is_synchronised(rank: Rank) -> None:
         check_equal_on_all_ranks(model, "at the end")
 
 
-def record_delay(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_delayed_result_is_mixed_with_what_has_come_since(rank: Rank) -> None:
     rank.init()
     model = nn.ParameterList([torch.zeros(4)])
     outer = LocalSGD(model, 4, fragment_sync_delay=2, fragment_update_alpha=0.5)
@@ -312,20 +299,16 @@ def record_delay(rank: Rank) -> list[float]:
             check_error(error_of(outer.state_dict), "RuntimeError", "until step 6, this is step 5")
     outer.sync()  # the one in flight, then another
     assert not torch.equal(model[0], torch.zeros(4))
-    return seen
-
-
-def test_delayed_result_is_mixed_with_what_has_come_since() -> None:
-    first, second = run_ranks(2, record_delay)
     # At step 4 the mean is 8; it is applied after step 6, half and half.
-    assert first == [1, 2, 3, 4, 5, (6 + 8) / 2, 8, 9]
-    assert second == [3, 6, 9, 12, 15, (18 + 8) / 2, 16, 19]
+    of_first = [1, 2, 3, 4, 5, (6 + 8) / 2, 8, 9]
+    assert seen == (of_first, [3, 6, 9, 12, 15, (18 + 8) / 2, 16, 19])[rank.rank]
 
 
 # ---- workers of several ranks
 
 
-def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
+@on_ranks(4, env={"OMP_NUM_THREADS": "1"})
+def test_workers_may_be_groups_of_ranks(rank: Rank) -> None:
     """Two workers of two ranks each, whose inner group is DDP's or FSDP's, in three ways."""
     rank.init()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -340,7 +323,7 @@ def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
         group = None if way == "all" else mesh.get_group("outer")
         model_group = mesh.get_group("inner") if way == "fsdp" else None
         state = rota.HookState(
-            group, wire_dtype, error_feedback=True, block_scaling=False, model_group=model_group
+            group, torch.bfloat16, error_feedback=True, block_scaling=False, model_group=model_group
         )
         outer = make_diloco(forward, 2, state=state)
         train(rank, forward, outer, range(4))
@@ -358,13 +341,6 @@ def train_workers(rank: Rank, wire_dtype: torch.dtype) -> torch.Tensor:
     assert_same(sharded, peers, "shards and replicas")
     # The same mean of four ranks, of which two and two are equal: every sum is exact.
     assert_same(every_rank, peers, "a group of all ranks and one of peers")
-    return peers
-
-
-def test_workers_may_be_groups_of_ranks() -> None:
-    results = run_ranks(4, train_workers, torch.bfloat16, env={"OMP_NUM_THREADS": "1"})
-    for result in results:
-        assert_same(result, results[0], "parameters")
 
 
 # ---- saving

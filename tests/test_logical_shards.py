@@ -180,38 +180,28 @@ def test_bad_use_is_an_error_that_says_what_to_do(rank: Rank) -> None:
             for _ in range(2):
                 model(torch.ones(2)).sum().backward()
 
-    def refuses(call: Callable[[], object], kind: str, fact: str) -> None:
-        check_error(error_of(call), kind, fact)
+    def refuses(kind: str, fact: str, call: Callable[..., object], *args: Any, **more: Any) -> None:
+        check_error(error_of(call, *args, **more), kind, fact)
 
     of_eight = {**shards.state_dict(), "num_shards": 8}
-    unnamed = rota.HookState()
-    refuses(
-        lambda: rota.LogicalShards(model, 6),
-        "ValueError",
-        "num_shards is 6, expected a power of two",
-    )
-    refuses(
-        lambda: rota.LogicalShards(model, 1),
-        "ValueError",
-        "num_shards is 1, expected at least the number of ranks, 2",
-    )
-    refuses(lambda: rota.LogicalShards(model, 4, state=unnamed), "ValueError", "the state's None")
-    refuses(lambda: run_pass(second), "RuntimeError", "expected shard")
-    refuses(shards.reduce, "RuntimeError", "after 0 of this rank's 2 shards")
+    make = rota.LogicalShards
+    refuses("ValueError", "num_shards is 6, expected a power of two", make, model, 6)
+    fact = "num_shards is 1, expected at least the number of ranks, 2"
+    refuses("ValueError", fact, make, model, 1)
+    refuses("ValueError", "the state's None", make, model, 4, state=rota.HookState())
+    refuses("RuntimeError", "expected shard", run_pass, second)
+    refuses("RuntimeError", "after 0 of this rank's 2 shards", shards.reduce)
     run_pass(first)
-    refuses(shards.reduce, "RuntimeError", "after 1 of this rank's 2 shards")
-    refuses(
-        lambda: shards.samples(first, 3, 1),
-        "ValueError",
-        "3 samples, expected at least 4 shards * 1",
-    )
-    refuses(lambda: shards.load_state_dict(of_eight), "ValueError", "had 8 shards, this one has 4")
+    refuses("RuntimeError", "after 1 of this rank's 2 shards", shards.reduce)
+    fact = "3 samples, expected at least 4 shards * 1"
+    refuses("ValueError", fact, shards.samples, first, 3, 1)
+    refuses("ValueError", "had 8 shards, this one has 4", shards.load_state_dict, of_eight)
     run_pass(second)
-    refuses(lambda: run_pass(first), "RuntimeError", "expected reduce()")
+    refuses("RuntimeError", "expected reduce()", run_pass, first)
     shards.reduce()
-    refuses(lambda: run_pass(first), "RuntimeError", "zero_grad()")
+    refuses("RuntimeError", "zero_grad()", run_pass, first)
     model.zero_grad()
-    refuses(run_twice, "RuntimeError", "has come 2 times, expected 1")
+    refuses("RuntimeError", "has come 2 times, expected 1", run_twice)
     # What is left by an exception starts the step again.
     run_pass(first)
     run_pass(second)

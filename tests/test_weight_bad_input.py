@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +12,10 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, error_of, on_ranks, run_ranks
-from rota.weights import WeightShard, WeightStore, layout
+from ranks import Rank, check_error, error_of, on_ranks
+from rota.weights import WeightShard, WeightStore
 
 pytestmark = pytest.mark.same_in_every_build
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> dist.Store:
-    store = dist.FileStore(str(tmp_path / "store"))
-    store.set_timeout(timedelta(seconds=20))
-    return store
-
-
-@pytest.fixture
-def short_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "BUCKET_BYTES", 256)
-    monkeypatch.setattr(layout, "ENCODED_BUCKET_ELEMS", 128)
 
 
 def test_version_that_does_not_grow_is_refused_and_nothing_changes(store: dist.Store) -> None:
@@ -101,51 +87,43 @@ def test_second_publisher_of_a_rank_is_refused(store: dist.Store) -> None:
     assert WeightStore(store).pull()[0] == 3
 
 
-Case = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Case = tuple[dict[str, Any], torch.Tensor]
 
 
-def whole(tensor: torch.Tensor) -> Case:
-    return {}, {"w": tensor}
+def part(offset: int, rows: int, of: int = 4, dtype: torch.dtype = torch.float32) -> Case:
+    shard = WeightShard((of, 2), (offset, 0), (rows, 2))
+    return {"shards": {"w": shard}}, torch.ones(rows, 2, dtype=dtype)
 
 
-def part(offset: int, rows: int, of: int = 4) -> Case:
-    return {"shards": {"w": WeightShard((of, 2), (offset, 0), (rows, 2))}}, {
-        "w": torch.ones(rows, 2)
-    }
-
-
-DISAGREEMENTS = {
-    "both-whole": ([whole(torch.ones(4, 2))] * 2, "publisher 0/2 .* and publisher 1/2 .* both"),
-    "overlap": ([part(0, 2), part(1, 3)], r"both publish.*\[0:2, 0:2\].* and \[1:4, 0:2\]"),
-    "gap": ([part(0, 2), part(3, 1)], r"only 6 of the 8.*0/2 .* has \[0:2.*1/2 .* has \[3:4"),
-    "shape": ([part(0, 2), part(2, 2, of=5)], r"disagree.*0/2 .*\(4, 2\).*1/2 .*\(5, 2\)"),
-    "dtype": (
-        [part(0, 2), (part(2, 2)[0], {"w": torch.ones(2, 2, dtype=torch.int32)})],
-        "disagree.*of float32.*of int32",
-    ),
-    "num-publishers": (
-        [whole(torch.ones(1)), ({"num_publishers": 3}, {"w": torch.ones(1)})],
+# What each of two publishers has, and what both are told.
+DISAGREEMENTS: list[tuple[Case, Case, str]] = [
+    (({}, torch.ones(4, 2)), ({}, torch.ones(4, 2)), "publisher 0/2 .* and publisher 1/2 .* both"),
+    (part(0, 2), part(1, 3), r"both publish.*\[0:2, 0:2\].* and \[1:4, 0:2\]"),
+    (part(0, 2), part(3, 1), r"only 6 of the 8.*0/2 .* has \[0:2.*1/2 .* has \[3:4"),
+    (part(0, 2), part(2, 2, of=5), r"disagree.*0/2 .*\(4, 2\).*1/2 .*\(5, 2\)"),
+    (part(0, 2), part(2, 2, dtype=torch.int32), "disagree.*of float32.*of int32"),
+    (
+        ({}, torch.ones(1)),
+        ({"num_publishers": 3}, torch.ones(1)),
         "differ in the number of publishers",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", DISAGREEMENTS)
 @on_ranks(2)
-def test_publishers_that_disagree_all_get_an_error_that_names_both(rank: Rank, case: str) -> None:
-    options, tensors = DISAGREEMENTS[case][0][rank.rank]
-    options = {"num_publishers": 2, "timeout": timedelta(seconds=10), **options}
-    store = rank.make_store()
-    publisher = WeightStore(store, rank=rank.rank, **options)
-    error = error_of(lambda: publisher.publish(1, tensors))
-    done = rank.make_store()  # publishers live until both have seen the error
-    done.set(str(rank.rank), "")
-    done.wait(["0", "1"])
-    reader = WeightStore(store, timeout=timedelta(0))
-    assert error_of(reader.pull)[0] == "Timeout"  # nothing was published
-    error, text = error
-    assert error == "Mismatch", text
-    assert re.search(DISAGREEMENTS[case][1], text), text
+def test_publishers_that_disagree_all_get_an_error_that_names_both(rank: Rank) -> None:
+    for *sides, pattern in DISAGREEMENTS:
+        options, tensor = sides[rank.rank]
+        options = {"num_publishers": 2, "timeout": timedelta(seconds=10), **options}
+        store = rank.make_store()
+        publisher = WeightStore(store, rank=rank.rank, **options)
+        error, text = error_of(publisher.publish, 1, {"w": tensor})
+        done = rank.make_store()  # publishers live until both have seen the error
+        done.set(str(rank.rank), "")
+        done.wait(["0", "1"])
+        reader = WeightStore(store, timeout=timedelta(0))
+        assert error_of(reader.pull)[0] == "Timeout"  # nothing was published
+        assert error == "Mismatch" and re.search(pattern, text), (pattern, text)
 
 
 @on_ranks(2)
@@ -173,46 +151,19 @@ def test_publishers_of_different_versions_get_an_error(rank: Rank) -> None:
     turns.set("end", "")
 
 
-def fail_alone(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_failure_of_one_publisher_reaches_the_other(rank: Rank) -> None:
     store = rank.make_store()
-    publisher = WeightStore(store, rank=rank.rank, num_publishers=2)
-    shard = torch.ones(2)
+    shards = {"w": WeightShard((4,), (1,), (3,))} if rank.rank == 1 else None
+    publisher = WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
+    error = error_of(publisher.publish, 1, {"w": torch.ones(2)})
+    text = "its shard is [1:4] of (4,)"
     if rank.rank == 1:
-        shards = {"w": WeightShard((4,), (1,), (3,))}
-        publisher = WeightStore(store, rank=1, num_publishers=2, shards=shards)
-    error = error_of(lambda: publisher.publish(1, {"w": shard}))
-    if rank.rank == 1:
+        check_error(error, "ValueError", text)
         store.wait(["end"])  # the failure of a process that has ended could be an old one
+    else:
+        check_error(error, "TransportError", "publisher 1/2", text)
     store.set("end", "")
-    return error
-
-
-def test_failure_of_one_publisher_reaches_the_other() -> None:
-    (error, text), (own_error, own_text) = run_ranks(2, fail_alone)
-    assert own_error == "ValueError" and "its shard is [1:4] of (4,)" in own_text
-    assert error == "TransportError" and "publisher 1/2" in text and own_text in text
-
-
-@pytest.mark.parametrize("place", ["first", "middle", "last", "checksum"])
-def test_damaged_byte_is_found_and_nothing_is_written(
-    store: dist.Store, place: str, short_buckets: None
-) -> None:
-    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
-    publisher.publish(1, {"w": torch.ones(1000), "v": torch.ones(3)})
-    assert publisher._publisher is not None and publisher._publisher._started is not None
-    started = publisher._publisher._started
-    memory = started.layout.memory
-    begin = memory.end + memory.begins[0]  # publication 1 is in buffer 1
-    offset = {"first": begin, "middle": begin + 1999, "last": begin + 3999}.get(
-        place, memory.end + 20
-    )
-    started.buffers.exposed.tensor[offset] ^= 4
-    into = {"w": torch.zeros(1000), "v": torch.zeros(3)}
-    with pytest.raises(rota.TransportError, match=r"match its checksum.*damaged"):
-        reader.pull(into=into)
-    assert all(tensor.count_nonzero() == 0 for tensor in into.values())
-    publisher.publish(2, {"w": torch.ones(1000), "v": torch.ones(3)})
-    assert reader.pull(into=into)[0] == 2 and into["w"].sum() == 1000
 
 
 @pytest.mark.parametrize(

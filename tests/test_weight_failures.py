@@ -41,12 +41,9 @@ def publish_or_check(rank: Rank, num_publishers: int) -> Any:
     if rank.rank < num_publishers:
         length = ELEMS // num_publishers
         shard = WeightShard((ELEMS,), (rank.rank * length,), (length,))
-        publisher = WeightStore(
-            store,
-            rank=rank.rank,
-            num_publishers=num_publishers,
-            shards={"first": shard, "last": shard},
-        )
+        shards = {"first": shard, "last": shard}
+        place = {"rank": rank.rank, "num_publishers": num_publishers}
+        publisher = WeightStore(store, shards=shards, **place)
         version = 0
         while not store.check(["end"]):
             version += 1
@@ -235,30 +232,6 @@ def test_publisher_that_starts_again_takes_over() -> None:
         ranks.hear(2)
         ranks.tell(1)
         ranks.results(killed={0})
-
-
-def end_normally(rank: Rank) -> None:
-    store = rank.make_store()
-    if rank.rank == 0:
-        publisher = WeightStore(store, rank=0)
-        publisher.publish(3, weights_of(3))
-        rank.hear()
-        return
-    reader = WeightStore(store)
-    reader.pull(timeout=timedelta(seconds=10))
-    rank.tell()
-    rank.hear()
-    reader._reader._results.clear()  # type: ignore[union-attr]
-    assert is_whole(*reader.pull(at_least=3))
-
-
-def test_last_version_outlives_a_publisher_that_ends_normally() -> None:
-    with Ranks(2, end_normally) as ranks:
-        ranks.hear(1)
-        ranks.tell(0)
-        ranks._processes[0].join()
-        ranks.tell(1)
-        ranks.results()
 
 
 TRAINER = """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,13 +28,6 @@ FORMATS = [
     (torch.float8_e4m3fn, True),
     (torch.float8_e5m2, True),
 ]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> dist.Store:
-    store = dist.FileStore(str(tmp_path / "store"))
-    store.set_timeout(timedelta(seconds=20))
-    return store
 
 
 @pytest.fixture
@@ -181,25 +173,37 @@ def test_load_state_dict_takes_the_results_without_a_copy(store: dist.Store) -> 
     assert torch.equal(sampler(torch.ones(4)), model(torch.ones(4)))
 
 
-def tcp_store() -> dist.Store:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def test_names_in_a_store_of_the_same_process_do_not_mix() -> None:
+    store = dist.HashStore()
+    publishers, readers = (
+        [WeightStore(store, name, rank=rank) for name in "ab"] for rank in (0, None)
+    )
+    for version, publisher in enumerate(publishers):
+        publisher.publish(version, {"w": torch.full((3,), float(version))})
+    for version, reader in enumerate(readers):
+        pulled, weights = reader.pull()
+        assert pulled == version and weights["w"].eq(version).all()
 
 
-@pytest.mark.parametrize("make", [dist.HashStore, tcp_store], ids=["hash", "tcp"])
-def test_any_store_of_torch_will_do(make: Callable[[], dist.Store]) -> None:
-    store = make()
-    publisher, reader = (
-        WeightStore(store, "a", rank=0),
-        WeightStore(store, "a"),
+@pytest.mark.usefixtures("short_buckets")
+@pytest.mark.parametrize("place", ["first", "middle", "last", "checksum"])
+def test_damaged_byte_is_found_and_nothing_is_written(store: dist.Store, place: str) -> None:
+    publisher, reader = WeightStore(store, rank=0), WeightStore(store)
+    publisher.publish(1, {"w": torch.ones(1000), "v": torch.ones(3)})
+    assert publisher._publisher is not None and publisher._publisher._started is not None
+    started = publisher._publisher._started
+    memory = started.layout.memory
+    begin = memory.end + memory.begins[0]  # publication 1 is in buffer 1
+    offset = {"first": begin, "middle": begin + 1999, "last": begin + 3999}.get(
+        place, memory.end + 20
     )
-    other, other_reader = (
-        WeightStore(store, "b", rank=0),
-        WeightStore(store, "b"),
-    )
-    publisher.publish(1, {"w": torch.ones(3)})
-    other.publish(2, {"v": torch.zeros(2)})
-    assert reader.pull()[0] == 1 and reader.pull()[1]["w"].sum() == 3
-    assert other_reader.pull()[0] == 2
+    started.buffers.exposed.tensor[offset] ^= 4
+    into = {"w": torch.zeros(1000), "v": torch.zeros(3)}
+    with pytest.raises(rota.TransportError, match=r"match its checksum.*damaged"):
+        reader.pull(into=into)
+    assert all(tensor.count_nonzero() == 0 for tensor in into.values())
+    publisher.publish(2, {"w": torch.ones(1000), "v": torch.ones(3)})
+    assert reader.pull(into=into)[0] == 2 and into["w"].sum() == 1000
 
 
 # ---- waiting -------------------------------------------------------------------------------------
