@@ -187,91 +187,7 @@ def test_death_of_a_member_that_was_the_last_to_connect(store: dist.TCPStore) ->
         ranks.results(killed=[1])
 
 
-def die_in_turn(rank: Rank, port: int) -> list[list[int]]:
-    """Members that kill themselves one after the other, each while the others agree."""
-    number = 0
-    original = Forming.agree
-
-    def agree(self: Forming) -> None:
-        nonlocal number
-        number += 1
-        original(self)
-        if number == rank.rank + 2:
-            kill_self()
-
-    if rank.rank < 3:
-        Forming.agree = agree  # type: ignore[method-assign]
-    return serve(rank, port, 5)
-
-
-def test_deaths_in_several_attempts_in_a_row(store: dist.TCPStore) -> None:
-    with Ranks(5, die_in_turn, store.port) as ranks:
-        first_order(ranks, 5)
-        ranks.kill(4)
-        all_hear(ranks, [3])
-        store.set("stop", "")
-        ranks.results(killed=[0, 1, 2, 4])
-
-
 # ---- what was made in a generation
-
-
-def make_things(rank: Rank, port: int, num_members: int) -> None:
-    """Survivors have made more groups, communicators and windows than newcomers."""
-    store = store_of(port)
-    is_newcomer = rank.rank >= num_members
-    if is_newcomer:
-        rank.hear()
-    membership = Membership(store)
-    generation = membership.next(min_members=1 if is_newcomer else num_members)
-    while True:
-        for _ in range(generation.number):
-            everyone = list(range(generation.world_size))
-            group = dist.new_group(everyone)
-            communicator = rota.Communicator(group)
-            window = rota.Window(4, group)
-            total = torch.ones(8)
-            dist.all_reduce(total, group=group)
-            communicator.all_reduce(total)
-            assert total[0] == generation.world_size**2
-            window.put(torch.full((1,), float(generation.rank)), 0, generation.rank)
-            communicator.barrier()
-            if generation.rank == 0:
-                assert window.tensor[: generation.world_size].tolist() == everyone
-            communicator.barrier()
-        torch.manual_seed(1)
-        model = DistributedDataParallel(torch.nn.Linear(3, 1))
-        state = rota.HookState(model=model)
-        model.register_comm_hook(state, rota.fused_hook)
-        model(torch.full((1, 3), float(generation.rank))).sum().backward()
-        mean = (generation.world_size - 1) / 2
-        assert model.module.weight.grad is not None
-        assert model.module.weight.grad.tolist() == [[mean] * 3]
-        rank.tell()
-        try:
-            while not generation.is_over(leave=store.check(["stop"])):
-                time.sleep(PACE_S)
-        except rota.PeerFailed:
-            pass
-        if store.check(["stop"]):
-            return membership.leave()
-        generation = membership.next()
-
-
-def test_groups_windows_and_ddp_work_after_each_change(store: dist.TCPStore) -> None:
-    with Ranks(4, make_things, store.port, 2) as ranks:
-        for rank in (0, 1):
-            ranks.hear(rank)
-        ranks.tell(2)
-        for rank in (0, 1, 2):
-            ranks.hear(rank)
-        ranks.kill(0)
-        ranks.hear(1), ranks.hear(2)
-        ranks.tell(3)
-        for rank in (1, 2, 3):
-            ranks.hear(rank)
-        store.set("stop", "")
-        ranks.results(killed=[0])
 
 
 @on_ranks(3, killed=[2])
@@ -358,6 +274,24 @@ HOOKS: dict[str, Callable[[Any], object]] = {
 }
 
 
+def use_groups_and_windows(generation: Generation) -> None:
+    """Survivors have made more of them than newcomers."""
+    everyone = list(range(generation.world_size))
+    for _ in range(generation.number):
+        group = dist.new_group(everyone)
+        communicator = rota.Communicator(group)
+        window = rota.Window(4, group)
+        total = torch.ones(8)
+        dist.all_reduce(total, group=group)
+        communicator.all_reduce(total)
+        assert total[0] == generation.world_size**2
+        window.put(torch.full((1,), float(generation.rank)), 0, generation.rank)
+        communicator.barrier()
+        if generation.rank == 0:
+            assert window.tensor[: generation.world_size].tolist() == everyone
+        communicator.barrier()
+
+
 def train_ddp(rank: Rank, port: int, num_members: int, hook: str) -> tuple[int, list[float]]:
     """DDP, made anew in each generation, whose backward passes meet a death."""
     store = store_of(port)
@@ -375,6 +309,7 @@ def train_ddp(rank: Rank, port: int, num_members: int, hook: str) -> tuple[int, 
         generation = membership.next(min_members)
         min_members = 1
         try:
+            use_groups_and_windows(generation)
             state.synchronize(generation, check_equal=True)
             rank.tell(generation.world_size)
             ddp = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=0.2)
@@ -393,7 +328,9 @@ def train_ddp(rank: Rank, port: int, num_members: int, hook: str) -> tuple[int, 
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_ddp_goes_on_after_a_death_in_its_backward_pass(store: dist.TCPStore, hook: str) -> None:
+def test_groups_windows_and_ddp_go_on_after_a_death_in_a_backward_pass(
+    store: dist.TCPStore, hook: str
+) -> None:
     with Ranks(4, train_ddp, store.port, 3, hook) as ranks:
         for process in range(3):
             ranks.hear(process)

@@ -23,48 +23,23 @@ pytestmark = pytest.mark.same_in_every_build
 # ---- the roster
 
 
-def arrived(*names: str, **ranks: int) -> Roster:
+def test_roster_takes_survivors_first_then_newcomers_but_ranks_that_are_asked_for_before() -> None:
     roster = Roster()
-    for name in names:
-        roster.arrive(name, ranks.get(name))
-    return roster
-
-
-def test_roster_survivors_keep_their_order_and_newcomers_follow() -> None:
-    roster = arrived("a", "b", "c")
-    roster.propose("1")
-    assert (roster.number, roster.members) == (1, ["a", "b", "c"])
-    for name in ("new", "c", "b"):
-        roster.arrive(name, None)
-    assert roster.awaited == ["a"] and not roster.can_propose(1)
-    roster.remove(["a"])
-    assert roster.members == ["a", "b", "c"]  # of the proposal, whoever is gone
-    assert roster.can_propose(3) and not roster.can_propose(4)
-    roster.propose("2")
-    assert (roster.number, roster.members, roster.arrived) == (2, ["b", "c", "new"], {})
-
-
-def test_roster_ranks_that_are_asked_for_come_first() -> None:
-    roster = arrived("a", "b", "c", c=0, a=7)
-    roster.propose("1")
-    assert roster.members == ["c", "a", "b"] and not roster.clashes
-    roster.arrive("d", 7)
-    for name, rank in (("c", 0), ("a", 7), ("b", None)):
+    for name, rank in (("a", 7), ("b", None), ("c", 0)):
         roster.arrive(name, rank)
-    roster.propose("2")
-    assert roster.clashes == [(7, ["a", "d"])]
-
-
-def test_roster_without_arrivals_proposes_nothing() -> None:
-    assert not Roster().can_propose(1)
-
-
-def test_roster_survives_its_document() -> None:
-    document: dict[str, Any] = {}
-    roster = arrived("a", a=3)
     roster.propose("1")
+    assert (roster.number, roster.members) == (1, ["c", "a", "b"]) and not roster.clashes
+    for name, rank in (("d", 7), ("c", 0), ("a", 7)):
+        roster.arrive(name, rank)
+    assert roster.awaited == ["b"] and not roster.can_propose(1)
+    roster.remove(["b"])
+    assert roster.members == ["c", "a", "b"]  # of the proposal, whoever is gone
+    assert roster.can_propose(3) and not roster.can_propose(4) and not Roster().can_propose(1)
+    document: dict[str, Any] = {}
     roster.write(document)
     assert Roster.of(json.loads(json.dumps(document))) == roster
+    roster.propose("2")
+    assert roster.clashes == [(7, ["a", "d"])] and roster.arrived == {}
 
 
 def count(rank: Rank, port: int) -> None:

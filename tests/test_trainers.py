@@ -29,11 +29,7 @@ PACKAGES = {
     "hf_trainer": "transformers",
     "deepspeed_zero": "deepspeed",
 }
-EVALUATION_PACKAGES = {
-    "lightning_validation": "lightning",
-    "accelerate_evaluation": "accelerate",
-    "transformers_evaluation": "transformers",
-}
+EVALUATION_PACKAGES = {"lightning_validation": "lightning", "accelerate_evaluation": "accelerate"}
 LIMIT_S = 300  # DeepSpeed compiles an operator of its own at its first use
 # Now and then a process that has done its work on Gloo ends with this, more often on a busy
 # machine: a thread of Gloo's drops the last Work, and a tensor of Python's with it, when the

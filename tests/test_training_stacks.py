@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,11 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import Rank, run_ranks
@@ -70,7 +65,7 @@ def values_of(model: nn.Module) -> list[float]:
 Result = list[float]
 
 
-def ddp(rank: Rank, folder: str) -> Result:
+def ddp(rank: Rank) -> Result:
     """With its three ways to find what a step has not used, and gradients that are views."""
     results = []
     for options in (
@@ -88,7 +83,7 @@ def ddp(rank: Rank, folder: str) -> Result:
     return results
 
 
-def join(rank: Rank, folder: str) -> Result:
+def join(rank: Rank) -> Result:
     """Uneven inputs."""
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -100,7 +95,7 @@ def join(rank: Rank, folder: str) -> Result:
     return values_of(model)
 
 
-def zero(rank: Rank, folder: str) -> Result:
+def zero(rank: Rank) -> Result:
     model = DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     results = train(model, optimizer, rank.rank) + values_of(model)
@@ -108,7 +103,7 @@ def zero(rank: Rank, folder: str) -> Result:
     return results
 
 
-def fsdp(rank: Rank, folder: str) -> Result:
+def fsdp(rank: Rank) -> Result:
     results = []
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
         model = make_model()
@@ -122,7 +117,7 @@ def fsdp(rank: Rank, folder: str) -> Result:
     return results
 
 
-def hybrid_fsdp(rank: Rank, folder: str) -> Result:
+def hybrid_fsdp(rank: Rank) -> Result:
     """Replicated over one dimension of the mesh, sharded over the other."""
     results = []
     for sizes in ((1, 2), (2, 1)):
@@ -133,7 +128,7 @@ def hybrid_fsdp(rank: Rank, folder: str) -> Result:
     return results
 
 
-def tensor_parallel(rank: Rank, folder: str) -> Result:
+def tensor_parallel(rank: Rank) -> Result:
     mesh = init_device_mesh("cpu", (2,))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model = parallelize_module(make_model(), mesh, plan)  # type: ignore[arg-type]
@@ -141,36 +136,23 @@ def tensor_parallel(rank: Rank, folder: str) -> Result:
     return train(model, optimizer, 0) + values_of(model)  # all ranks have the same batch
 
 
-def pipeline(rank: Rank, folder: str) -> Result:
+def pipeline(rank: Rank) -> Result:
     """GPipe, 1F1B, interleaved 1F1B with two stages on each rank, and a forward pass alone."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    device = torch.device("cpu")
     results: Result = []
-    whole = batch(0, 0)
-
-    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (output - target).square().mean()
-
-    for schedule_of, num_stages in (
-        (ScheduleGPipe, 2),
-        (Schedule1F1B, 2),
-        (ScheduleInterleaved1F1B, 4),
-    ):
-        own = [index for index in range(num_stages) if index % 2 == rank.rank]
-        size = 4 // num_stages
-        stages = [
-            PipelineStage(
-                nn.Sequential(*copy.deepcopy(layers[index * size : (index + 1) * size])),
-                index,
-                num_stages,
-                torch.device("cpu"),
-            )
-            for index in own
-        ]
+    schedules = ((ScheduleGPipe, 2), (Schedule1F1B, 2), (ScheduleInterleaved1F1B, 4))
+    for schedule_of, num_stages in schedules:
+        stages = []
+        for index in range(rank.rank, num_stages, 2):
+            own = layers[index * 4 // num_stages : (index + 1) * 4 // num_stages]
+            module = nn.Sequential(*copy.deepcopy(own))
+            stages.append(PipelineStage(module, index, num_stages, device))
         schedule = schedule_of(  # type: ignore[abstract]
             stages if num_stages == 4 else stages[0],  # type: ignore[arg-type]
             n_microbatches=4,
-            loss_fn=loss_of,
+            loss_fn=nn.functional.mse_loss,
         )
         losses: list[torch.Tensor] = []
         for step in range(2):
@@ -183,17 +165,18 @@ def pipeline(rank: Rank, folder: str) -> Result:
             gradients = [parameter.grad for parameter in stage.submod.parameters()]
             results += [gradient.sum().item() for gradient in gradients if gradient is not None]
     with torch.no_grad():
-        stage = PipelineStage(layers[rank.rank], rank.rank, 2, torch.device("cpu"))
+        stage = PipelineStage(layers[rank.rank], rank.rank, 2, device)
         forward = ScheduleGPipe(stage, n_microbatches=2)
-        output = forward.step(whole) if rank.rank == 0 else forward.step()
+        output = forward.step(batch(0, 0)) if rank.rank == 0 else forward.step()
     return results + ([] if rank.rank == 0 else output.flatten().tolist())
 
 
-def checkpoint(rank: Rank, folder: str) -> Result:
+def checkpoint(rank: Rank) -> Result:
     """What FSDP2 has saved is loaded into another model."""
     mesh = init_device_mesh("cpu", (2,))
     saved = fully_shard(make_model(), mesh=mesh)
     train(saved, torch.optim.SGD(saved.parameters(), 0.1), rank.rank)
+    folder = f"{rank._directory}/checkpoint"
     dcp.save({"model": saved.state_dict()}, checkpoint_id=folder)
     loaded = fully_shard(make_model(), mesh=mesh)
     state = {"model": loaded.state_dict()}
@@ -203,33 +186,21 @@ def checkpoint(rank: Rank, folder: str) -> Result:
     return values_of(loaded)
 
 
-STACKS: list[Callable[[Rank, str], Result]] = [
-    ddp,
-    join,
-    zero,
-    fsdp,
-    hybrid_fsdp,
-    tensor_parallel,
-    pipeline,
-    checkpoint,
-]
+STACKS = [ddp, join, zero, fsdp, hybrid_fsdp, tensor_parallel, pipeline, checkpoint]
 
 
-def run_on(rank: Rank, backend: str, stack: Callable[[Rank, str], Result], folder: str) -> Result:
+def run_on(rank: Rank, backend: str, stack: Callable[[Rank], Result]) -> Result:
     torch.set_num_threads(1)
     rank.init(backend)
     try:
-        return stack(rank, folder)
+        return stack(rank)
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_training_stack_on_rota_equals_gloo(
-    stack: Callable[[Rank, str], Result], tmp_path: Path
-) -> None:
-    on_rota = run_ranks(2, run_on, "rota", stack, str(tmp_path / "rota"))
-    on_gloo = run_ranks(2, run_on, "gloo", stack, str(tmp_path / "gloo"))
+def test_training_stack_on_rota_equals_gloo(stack: Callable[[Rank], Result]) -> None:
+    on_rota, on_gloo = (run_ranks(2, run_on, backend, stack) for backend in ("rota", "gloo"))
     assert on_rota == on_gloo
     assert all(len(result) > 0 for result in on_rota)

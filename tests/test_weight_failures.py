@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import rota
+from checkpoints import wait_until_ended, watched
 from heap import heap_bytes
-from ranks import Rank, Ranks, error_of
+from ranks import Rank, Ranks, error_of, kill_self, on_ranks
 from rota.weights import WeightShard, WeightStore
 
 pytestmark = pytest.mark.same_in_every_build
@@ -126,26 +130,34 @@ def test_killed_or_stopped_reader_changes_nothing_for_others(signum: signal.Sign
 # ---- publishers that end -------------------------------------------------------------------------
 
 
-def lose_the_publisher(rank: Rank, is_publishing: bool) -> None:
+def await_death_of_publisher(store: dist.Store) -> int:
+    """Tells the publisher that this reader is ready, and returns its pid when it has ended."""
+    pid = int(store.get("publisher"))
+    with watched(pid) as process:
+        store.set("ready", "")
+        wait_until_ended(process)
+    return pid
+
+
+@pytest.mark.parametrize("is_publishing", [False, True], ids=["idle", "publishing"])
+@on_ranks(2, killed=[0])
+def test_killed_publisher_leaves_the_last_whole_version(rank: Rank, is_publishing: bool) -> None:
     store = rank.make_store()
     if rank.rank == 0:
         publisher = WeightStore(store, rank=0)
-        for version in range(1, 10**9):
+        store.set("publisher", str(os.getpid()))
+        for version in itertools.count(1):
             publisher.publish(version, weights_of(version))
             if version == 5:
-                rank.tell()
-                if not is_publishing:
-                    rank.hear()
-        return
+                store.wait(["ready"])
+                threading.Timer(0.02, kill_self).start() if is_publishing else kill_self()
     reader = WeightStore(store)
     reader.pull(at_least=5)
-    rank.tell()
-    pid = rank.hear()
+    pid = await_death_of_publisher(store)
     reader._reader._results.clear()  # type: ignore[union-attr]
     version, weights = reader.pull()
-    assert version >= 5 and is_whole(version, weights)
-    if not is_publishing:
-        assert version == 5
+    assert is_whole(version, weights)
+    assert version >= 5 if is_publishing else version == 5
     who = rf"publisher 0/1 of 'weights' \(pid {pid}\)"
     start = time.monotonic()
     with pytest.raises(rota.PeerFailed, match=rf"{who} has ended .* awaited for number"):
@@ -156,52 +168,36 @@ def lose_the_publisher(rank: Rank, is_publishing: bool) -> None:
     assert reader.pull()[0] == version
 
 
-@pytest.mark.parametrize("is_publishing", [False, True], ids=["idle", "publishing"])
-def test_killed_publisher_leaves_the_last_whole_version(is_publishing: bool) -> None:
-    with Ranks(2, lose_the_publisher, is_publishing) as ranks:
-        ranks.hear_all()
-        ranks.kill(0, joins=True)
-        ranks.tell(1, ranks.pid(0))
-        ranks.results(killed={0})
-
-
-def lose_the_store(rank: Rank) -> None:
-    """The store's server is in the publisher's process."""
+@on_ranks(2, killed=[0])
+def test_last_version_outlives_a_store_in_the_publishers_process(rank: Rank) -> None:
     meeting = rank.make_store()
     if rank.rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting.set("port", str(server.port))
+        meeting.set("publisher", str(os.getpid()))
         publisher = WeightStore(server, rank=0)
         publisher.publish(3, weights_of(3))
-        rank.hear()
+        meeting.wait(["ready"])
+        kill_self()
     port = int(meeting.get("port"))
     reader = WeightStore(dist.TCPStore("127.0.0.1", port, is_master=False))
     reader.pull()
-    rank.tell()
-    rank.hear()
+    await_death_of_publisher(meeting)
     version, weights = reader.pull()
     assert version == 3 and is_whole(version, weights)
     with pytest.raises(rota.PeerFailed, match="publisher 0/1"):
         reader.pull(at_least=4)
 
 
-def test_last_version_outlives_a_store_in_the_publishers_process() -> None:
-    with Ranks(2, lose_the_store) as ranks:
-        ranks.hear(1)
-        ranks.kill(0, joins=True)
-        ranks.tell(1)
-        ranks.results(killed={0})
-
-
-def restart_the_publisher(rank: Rank) -> None:
+@on_ranks(3, killed=[0])
+def test_publisher_that_starts_again_takes_over(rank: Rank) -> None:
     store = rank.make_store()
     if rank.rank == 2:
         reader = WeightStore(store)
         assert reader.pull()[0] == 10
-        rank.tell()
-        rank.hear()  # the first has been killed
+        await_death_of_publisher(store)
         assert reader.pull()[0] == 10
-        rank.tell()
+        store.set("the next", "")
         # Notices the new publisher without being told.
         version, weights = reader.pull()
         while version == 10:
@@ -210,28 +206,19 @@ def restart_the_publisher(rank: Rank) -> None:
         assert version == 7 and is_whole(7, weights)
         version, weights = reader.pull(at_least=8)
         assert version == 8 and is_whole(8, weights)
-        store.set("end", "")
-        return
+        return store.set("end", "")
     if rank.rank == 1:
-        rank.hear()
+        store.wait(["the next"])
     publisher = WeightStore(store, rank=0)
     if rank.rank == 0:
         publisher.publish(10, weights_of(10))
-        rank.hear()
+        store.set("publisher", str(os.getpid()))
+        store.wait(["ready"])
+        kill_self()
     publisher.publish(7, weights_of(7))  # back to a checkpoint
     time.sleep(0.1)
     publisher.publish(8, weights_of(8))
     store.wait(["end"])
-
-
-def test_publisher_that_starts_again_takes_over() -> None:
-    with Ranks(3, restart_the_publisher) as ranks:
-        ranks.hear(2)
-        ranks.kill(0, joins=True)
-        ranks.tell(2)
-        ranks.hear(2)
-        ranks.tell(1)
-        ranks.results(killed={0})
 
 
 TRAINER = """
