@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rota
 import rota.elastic
-from ranks import Rank, Ranks
+from ranks import Rank, Ranks, kill_self
 from rota.elastic import Generation, Membership
 
 STORE_TIMEOUT = timedelta(seconds=30)
@@ -145,3 +145,12 @@ def meet(rank: Rank, port: int, **options: Any) -> tuple[Membership, Generation]
     """A membership in which every process has its rank of the test, and its first generation."""
     membership = Membership(store_of(port), rank=rank.rank, **options)
     return membership, membership.next(min_members=rank.world_size)
+
+
+def let_die(victim: int, generation: Generation, store: dist.Store) -> None:
+    """The member of this rank dies when all others have come here: no call before fails."""
+    if generation.rank == victim:
+        others = (rank for rank in range(generation.world_size) if rank != victim)
+        store.wait([f"{generation.uuid}/{rank}" for rank in others])
+        kill_self()
+    store.set(f"{generation.uuid}/{generation.rank}", "")

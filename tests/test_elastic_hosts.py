@@ -27,9 +27,7 @@ def serve_on_hosts(rank: Rank, port: int, num_members: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dying", [[1], [1, 3]], ids=["member", "whole-host"])
-def test_members_that_are_killed_on_one_of_two_hosts(
-    store: dist.TCPStore, dying: list[int]
-) -> None:
+def test_members_are_killed_on_one_of_two_hosts(store: dist.TCPStore, dying: list[int]) -> None:
     change_members(store, 4, [(dying, 0)], serve_on_hosts)
 
 

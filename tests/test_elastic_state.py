@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from elastic_workers import meet, store_of
-from ranks import Rank, Ranks, check_error, error_of, kill_self, on_ranks, run_ranks
+from elastic_workers import let_die, meet, store_of
+from ranks import Rank, check_error, error_of, kill_self, on_ranks
 from rota import _C
 from rota.elastic import Membership, RandomState, Reservation, State
 from rota.elastic.arena import Arena
@@ -108,28 +108,40 @@ def assert_equal_on_all_ranks(mine: object) -> None:
     assert all_of_them == [mine] * len(all_of_them)
 
 
-def alone(rank: Rank, num_steps: int) -> list[Any]:
-    """On one rank, without any change."""
-    rank.init()
+def alone(num_steps: int) -> list[Any]:
+    """The state after steps of one rank without any change."""
+    dist.init_process_group("rota", store=dist.HashStore(), rank=0, world_size=1)
     trainee = Trainee(seed=1)
     for _ in range(num_steps):
         trainee.step()
+    dist.destroy_process_group()
     return trainee.summary()
 
 
-def join(rank: Rank, port: int) -> Any:
+def train_one_step(rank: Rank, port: int) -> tuple[Membership, Trainee]:
+    """A trainee on every rank, all of which have committed their first step."""
+    membership, generation = meet(rank, port)
+    trainee = Trainee(seed=1)
+    trainee.state.synchronize(generation)
+    trainee.step()
+    return membership, trainee
+
+
+@on_ranks(3)
+def test_newcomers_get_all_of_the_state_and_train_on_with_its_bits(rank: Rank, port: int) -> None:
     """Process 0 trains for 3 steps; then 1 and 2 join, with other seeds; then all train on."""
-    membership = Membership(store_of(port))
+    expected = [alone(num_steps) for num_steps in (3, 5)]
+    store = store_of(port)
+    membership = Membership(store)
     if rank.rank == 0:
         generation = membership.next()
         trainee = Trainee(seed=1)
         assert not trainee.state.synchronize(generation)
         for _ in range(3):
             trainee.step()
-        rank.tell()
-        rank.hear()
+        store.set("trained", "")
     else:
-        rank.hear()
+        store.wait(["trained"])
         trainee = Trainee(seed=rank.rank + 10)
         # One of them reserves its memory before.
         assert rank.rank == 1 or trainee.state.take(Reservation(membership))
@@ -140,71 +152,44 @@ def join(rank: Rank, port: int) -> Any:
     # Whoever shares the storage has moved with it.
     assert view.untyped_storage().data_ptr() == both.untyped_storage().data_ptr()
     assert trainee.model.tied.weight is trainee.model.first.weight
-    after = trainee.summary()
+    assert trainee.summary() == expected[0]
     # Equal contributions: their mean is each of them.
     trainee.step()
     trainee.step()
-    return after, trainee.summary()
+    assert trainee.summary() == expected[1]
 
 
-def test_newcomers_get_all_of_the_state_and_train_on_with_its_bits(store: dist.TCPStore) -> None:
-    (expected_after,), (expected,) = (run_ranks(1, alone, num_steps) for num_steps in (3, 5))
-    with Ranks(3, join, store.port) as ranks:
-        ranks.hear(0)
-        for process in range(3):
-            ranks.tell(process)
-        results = ranks.results()
-    for after, later in results:
-        assert after == expected_after
-        assert later == expected
-
-
-def start_fresh(rank: Rank, port: int) -> Any:
+@on_ranks(3)
+def test_ranks_that_are_all_new_get_the_state_of_rank_0(rank: Rank, port: int) -> None:
     _, generation = meet(rank, port)
     trainee = Trainee(seed=rank.rank)
     before = trainee.summary()
     assert trainee.state.synchronize(generation) == (rank.rank > 0)
-    return before, trainee.summary()
+    assert (trainee.summary() == before) == (rank.rank == 0)
+    assert_equal_on_all_ranks(trainee.summary())
 
 
-def test_ranks_that_are_all_new_get_the_state_of_rank_0(port: int) -> None:
-    results = run_ranks(3, start_fresh, port)
-    assert results[0][0] != results[1][0]
-    for _, after in results:
-        assert after == results[0][0]
-
-
-def miss_a_step(rank: Rank, port: int) -> Any:
+@on_ranks(3)
+def test_ranks_that_have_missed_a_step_get_it(rank: Rank, port: int) -> None:
     """Rank 1 has committed a step more than the others, which have begun it."""
-    membership, generation = meet(rank, port)
-    trainee = Trainee(seed=1)
-    trainee.state.synchronize(generation)
-    trainee.step()
+    membership, trainee = train_one_step(rank, port)
+    trainee.backward()  # draws random numbers, changes buffers, leaves gradients
     if rank.rank == 1:
-        trainee.backward()
         trainee.optimizer.step()
         trainee.state.commit()
     else:
-        trainee.backward()  # draws random numbers, changes buffers, leaves gradients
         trainee.hook._num_reductions += 1
     got = trainee.state.synchronize(membership.next(min_members=3), check_equal=True)
-    assert got == (rank.rank != 1)
+    assert got == (rank.rank != 1) and trainee.state.num_steps == 2
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
-    return trainee.summary()
+    assert_equal_on_all_ranks(trainee.summary())
 
 
-def test_ranks_that_have_missed_a_step_get_it(port: int) -> None:
-    first, *others = run_ranks(3, miss_a_step, port)
-    assert first[-1] == 2
-    assert others == [first, first]
-
-
-def fail_in_a_step(rank: Rank, port: int) -> Any:
+@on_ranks(2)
+def test_step_that_failed_on_all_ranks_is_rolled_back(rank: Rank, port: int) -> None:
     """No rank has committed the step that all have begun: all repeat it."""
-    membership, generation = meet(rank, port)
-    trainee = Trainee(seed=1)
-    trainee.state.synchronize(generation)
-    trainee.step()
+    expected = alone(2)
+    membership, trainee = train_one_step(rank, port)
     committed = trainee.summary()
     for _ in range(rank.rank + 1):
         trainee.backward()
@@ -212,13 +197,7 @@ def fail_in_a_step(rank: Rank, port: int) -> Any:
     assert not trainee.state.synchronize(membership.next(min_members=2), check_equal=True)
     assert trainee.summary() == committed
     trainee.step()
-    return trainee.summary()
-
-
-def test_step_that_failed_on_all_ranks_is_rolled_back(port: int) -> None:
-    (expected,) = run_ranks(1, alone, 2)
-    for summary in run_ranks(2, fail_in_a_step, port):
-        assert summary == expected
+    assert trainee.summary() == expected
 
 
 class Restless(nn.Module):
@@ -256,16 +235,11 @@ class RestlessTrainee:
         torch.manual_seed(1)
         self.model = Restless(width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.hook = rota.HookState(
-            model=self.model,
-            wire_dtype=torch.float8_e4m3fn,
-            stochastic_rounding=True,
-            error_feedback=True,
-        )
+        options = {"stochastic_rounding": True, "error_feedback": True}
+        self.hook = rota.HookState(model=self.model, wire_dtype=torch.float8_e4m3fn, **options)
         self.scaler = rota.amp.GradScaler(self.hook)
-        self.state = State(
-            model=self.model, optimizer=self.optimizer, hook=self.hook, scaler=self.scaler
-        )
+        objects = {"model": self.model, "optimizer": self.optimizer, "hook": self.hook}
+        self.state = State(**objects, scaler=self.scaler)
 
     def begin(self) -> None:
         self.optimizer.param_groups[0]["lr"] *= 0.5
@@ -320,14 +294,9 @@ def test_whatever_a_failed_step_has_replaced_or_made_is_rolled_back(rank: Rank, 
 
 
 @on_ranks(2)
-def test_step_without_commit_comes_from_a_rank_that_has_not_taken_it_or_warns_once(
-    rank: Rank, port: int
-) -> None:
+def test_step_without_commit_is_rolled_back_or_warns_once(rank: Rank, port: int) -> None:
     """First rank 1 steps and does not commit, then both."""
-    membership, generation = meet(rank, port)
-    trainee = Trainee(seed=1)
-    trainee.state.synchronize(generation)
-    trainee.step()
+    membership, trainee = train_one_step(rank, port)
     committed = trainee.summary()
     texts = []
     for num_ranks in (1, 2, 2):
@@ -348,9 +317,7 @@ def test_step_without_commit_comes_from_a_rank_that_has_not_taken_it_or_warns_on
 
 
 @on_ranks(2)
-def test_newcomer_takes_tensors_that_lie_otherwise_or_that_it_has_not_made_yet(
-    rank: Rank, port: int
-) -> None:
+def test_newcomer_takes_tensors_in_another_layout_and_new_ones(rank: Rank, port: int) -> None:
     """Rank 0 has committed; its weights lie transposed, and rank 1's in one storage."""
     _, generation = meet(rank, port)
     torch.manual_seed(rank.rank)
@@ -389,7 +356,7 @@ def disagreements(is_odd: bool) -> list[tuple[dict[str, Any], list[str]]]:
     ]
 
 
-@on_ranks(3)
+@on_ranks(3, timeout_s=180)
 def test_newcomer_of_another_kind_is_an_error_on_every_rank(rank: Rank, port: int) -> None:
     membership, generation = meet(rank, port)
     is_odd = rank.rank == 2
@@ -403,13 +370,8 @@ def test_newcomer_of_another_kind_is_an_error_on_every_rank(rank: Rank, port: in
 
 
 @on_ranks(3)
-def test_state_that_differs_after_the_same_step_is_an_error_on_every_rank(
-    rank: Rank, port: int
-) -> None:
-    membership, generation = meet(rank, port)
-    trainee = Trainee(seed=1)
-    trainee.state.synchronize(generation)
-    trainee.step()
+def test_state_that_differs_after_a_step_is_an_error_on_every_rank(rank: Rank, port: int) -> None:
+    membership, trainee = train_one_step(rank, port)
     if rank.rank == 1:
         trainee.model.view.data[7] += 1e-6
     generation = membership.next(min_members=3)
@@ -445,31 +407,22 @@ def test_damaged_copy_is_an_error_on_every_rank_and_no_state(rank: Rank, port: i
     assert_equal_on_all_ranks(trainee.summary())
 
 
-def lose_the_source(rank: Rank, port: int) -> Any:
+@on_ranks(3, killed=[1])
+def test_source_that_dies_leaves_the_others_their_states(rank: Rank, port: int) -> None:
     """The only rank that has ended the last step dies while the others copy from it."""
-    membership, generation = meet(rank, port)
-    trainee = Trainee(seed=1)
-    trainee.state.synchronize(generation)
-    trainee.step()
+    expected = alone(2)
+    membership, trainee = train_one_step(rank, port)
     committed = trainee.summary()
     generation = membership.next(min_members=3)
     if rank.rank == 1:
         trainee.optimizer.step()
         trainee.state.commit()
         Arena.checksum = lambda self: kill_self()  # type: ignore[method-assign,assignment]
-    error = error_of(trainee.state.synchronize, generation)
-    assert error[0] == "PeerFailed", error
+    assert error_of(trainee.state.synchronize, generation)[0] == "PeerFailed"
     assert trainee.summary() == committed
-    generation = membership.next()
-    assert not trainee.state.synchronize(generation, check_equal=True)
+    assert not trainee.state.synchronize(membership.next(), check_equal=True)
     trainee.step()
-    return trainee.summary()
-
-
-def test_source_that_dies_leaves_the_others_their_states(port: int) -> None:
-    (expected,) = run_ranks(1, alone, 2)
-    first, _, last = run_ranks(3, lose_the_source, port, killed=[1])
-    assert first == last == expected
+    assert trainee.summary() == expected
 
 
 @on_ranks(2)
@@ -491,13 +444,9 @@ def test_residuals_of_a_hook_are_transferred(rank: Rank, port: int) -> None:
 
 @on_ranks(2, killed=[0])
 def test_new_rank_0_says_at_once_what_newcomers_copy(rank: Rank, port: int) -> None:
-    membership, generation = meet(rank, port)
-    trainee = Trainee(seed=1)
-    trainee.state.synchronize(generation)
-    trainee.step()
-    dist.barrier()
-    if rank.rank == 0:
-        kill_self()
+    membership, trainee = train_one_step(rank, port)
+    assert membership.generation is not None
+    let_die(0, membership.generation, store_of(port))
     error_of(dist.barrier)
     trainee.state.synchronize(membership.next())
     kept, note = trainee.state._kept, membership.read_note("layout")
