@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +29,27 @@ def state_of(rank: int, step: int, num_elems: int = ELEMS) -> dict[str, Any]:
 def is_state_of(rank: int, step: int, state: dict[str, Any]) -> bool:
     weight = state["model"]["weight"]
     return state["step"] == step and bool((weight == rank * 1000 + step).all())
+
+
+def assert_same(got: object, expected: object) -> None:
+    """Nested states have the same types, names and bits."""
+    assert type(got) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor)
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        pair = (got, expected)
+        one, other = (x.resolve_conj().contiguous().view(-1).view(torch.uint8) for x in pair)
+        assert one.equal(other)
+    elif isinstance(expected, dict):
+        assert isinstance(got, dict) and got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(got[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert isinstance(got, (list, tuple)) and len(got) == len(expected)
+        for got_item, item in zip(got, expected, strict=True):
+            assert_same(got_item, item)
+    else:
+        assert got == expected
 
 
 def alone(**options: Any) -> rota.checkpoint.Checkpoint:
@@ -66,22 +86,11 @@ def load_and_check(rank: Rank, job: str, close: bool = True) -> int | None:
     return step
 
 
-def wait_until_ended(pidfd: int) -> None:
+def wait_until_ended(pid: int) -> None:
     """Fails the test if the process goes on."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(END_S * 1000), "the process does not end"
-
-
-@contextlib.contextmanager
-def watched(pid: int) -> Iterator[int]:
-    """A process's pidfd; the process is killed if the test does not get to its end."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        yield pidfd
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        raise
-    finally:
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        assert poll.poll(END_S * 1000), "the process does not end"
         os.close(pidfd)

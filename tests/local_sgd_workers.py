@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,20 +14,11 @@ from ranks import Rank
 from rota.local_sgd import DiLoCo, LocalSGD
 
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-Make = Callable[..., LocalSGD]
 
 
 def make_diloco(model: nn.Module, sync_every: int, **options: Any) -> DiLoCo:
     outer_optimizer = torch.optim.SGD(model.parameters(), **NESTEROV)
     return DiLoCo(model, outer_optimizer, sync_every, **options)
-
-
-def make_plain_diloco(model: nn.Module, sync_every: int, **options: Any) -> DiLoCo:
-    outer_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return DiLoCo(model, outer_optimizer, sync_every, **options)
-
-
-MAKES: dict[str, Make] = {"LocalSGD": LocalSGD, "DiLoCo": make_plain_diloco}
 
 
 def flat(model: nn.Module) -> torch.Tensor:

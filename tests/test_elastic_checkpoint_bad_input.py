@@ -124,10 +124,8 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@on_ranks(2)
-def test_load_into_another_state_raises_on_all_ranks_and_writes_nothing(
-    rank: Rank, job: str
-) -> None:
+@on_ranks(2, timeout_s=180)
+def test_load_into_another_state_raises_and_writes_nothing(rank: Rank, job: str) -> None:
     with open_checkpoint(rank, job) as checkpoint:
         checkpoint.save(0, SAVED)
         for changes, pattern in OTHERS:
@@ -146,9 +144,7 @@ def test_load_into_another_state_raises_on_all_ranks_and_writes_nothing(
 
 @pytest.mark.parametrize("part", ["tensor", "tail"])
 @on_ranks(2)
-def test_damaged_version_is_an_error_or_none_and_the_next_load_takes_the_older(
-    rank: Rank, job: str, part: str
-) -> None:
+def test_load_after_damage_takes_the_older_version(rank: Rank, job: str, part: str) -> None:
     with open_checkpoint(rank, job) as checkpoint:
         save_steps(checkpoint, rank.rank, range(3))
         version = checkpoint._newest
@@ -183,7 +179,7 @@ def test_memory_that_is_not_sealed_is_refused(job: str) -> None:
 
 @pytest.mark.parametrize("how", ["before", "write"])
 @on_ranks(2)
-def test_too_little_memory_is_an_error_on_all_ranks_and_the_last_version_stays(
+def test_too_little_memory_raises_and_the_last_version_stays(
     rank: Rank, how: str, job: str
 ) -> None:
     def no_space(*args: object) -> None:
@@ -216,7 +212,7 @@ def test_second_process_of_a_rank_is_refused_and_named(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_second_job_with_the_run_id_of_a_living_one_is_told_so(
+def test_second_job_with_the_run_id_of_a_living_one(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setattr("rota.checkpoint.link.END_S", 0.1)
@@ -255,9 +251,7 @@ def test_ranks_that_disagree_are_named_with_what_each_said(rank: Rank) -> None:
 
 
 @on_ranks(2)
-def test_different_steps_are_an_error_on_all_ranks_and_nothing_of_them_is_kept(
-    rank: Rank, job: str
-) -> None:
+def test_different_steps_are_an_error_and_nothing_is_kept(rank: Rank, job: str) -> None:
     def save(step: int) -> None:
         save_steps(checkpoint, rank.rank, [step], 10)
 
@@ -320,9 +314,7 @@ def test_load_warns_if_only_some_ranks_have_a_version(job: str) -> None:
 # ---- the keeper ----------------------------------------------------------------------------------
 
 
-def test_keeper_of_another_version_or_job_is_refused(
-    monkeypatch: pytest.MonkeyPatch, job: str
-) -> None:
+def test_keeper_of_another_version_or_job(monkeypatch: pytest.MonkeyPatch, job: str) -> None:
     with alone(job=job) as checkpoint:
         monkeypatch.setattr(keeper, "PROTOCOL", 3)
         with pytest.raises(rota.Mismatch, match=r"speaks protocol 2, this rank 3; do all proc"):

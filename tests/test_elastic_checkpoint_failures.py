@@ -30,9 +30,8 @@ from checkpoints import (
     save_steps,
     state_of,
     wait_until_ended,
-    watched,
 )
-from ranks import Rank, Ranks, check_error, error_of, kill_self, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, kill_self, on_ranks, run_ranks
 from rota import _C
 from rota.checkpoint.link import KeeperLink
 from rota.checkpoint.session import RankClaim, Session, Sessions
@@ -135,41 +134,33 @@ def test_all_ranks_killed_at_random_times_go_on_with_a_whole_version() -> None:
     assert steps[0] == steps[1] and steps[0] >= saved
 
 
-def take_turns_at_a_rank(rank: Rank, job: str) -> int | None:
-    """Ranks 0 and 1 save; rank 1 is killed, and process 2 starts in its place."""
-    store = rank.make_store()
+@on_ranks(3, killed=[1], timeout_s=120)
+def test_one_rank_starts_again_beside_one_that_lives_on(rank: Rank, job: str) -> None:
+    """Ranks 0 and 1 save; rank 1 dies, and process 2 starts in its place."""
+    store, told = rank.make_store(), rank.make_store(timeout_s=120)
 
     def start(number: int) -> rota.checkpoint.Checkpoint:
         return rota.checkpoint.Checkpoint(store, "checkpoint", number, 2, job=job)
 
     if rank.rank == 2:
-        rank.hear()
+        told.wait(["rank 1 is dead"])
         checkpoint = start(1)
     else:
         checkpoint = start(rank.rank)
         save_steps(checkpoint, rank.rank, range(5), ELEMS)
-        rank.tell()
-        rank.hear()
+    if rank.rank == 1:
+        told.wait(["saved"])
+        kill_self()
     if rank.rank == 0:
-        error = error_of(lambda: checkpoint.save(5, state_of(0, 5)))
+        told.set("saved", "")
+        error = error_of(save_steps, checkpoint, 0, [5], ELEMS)
         check_error(error, "PeerFailed", "rank 1/2 (pid ", "has ended or closed")
-        rank.tell()
+        told.set("rank 1 is dead", "")
     number = min(rank.rank, 1)
-    found = load_step(checkpoint, number)
+    assert load_step(checkpoint, number) == 4
     save_steps(checkpoint, number, range(5, 8), ELEMS)
     assert load_step(checkpoint, number) == 7
     checkpoint.close()
-    return found
-
-
-def test_one_rank_starts_again_beside_one_that_lives_on(job: str) -> None:
-    with Ranks(3, take_turns_at_a_rank, job) as ranks:
-        ranks.hear(0), ranks.hear(1)
-        ranks.kill(1, joins=True)
-        ranks.tell(0)
-        ranks.hear(0)
-        ranks.tell(2)
-        assert ranks.results(killed={1}) == [4, None, 4]
 
 
 def test_rank_that_reports_and_goes_on_at_once_is_not_missed() -> None:
@@ -208,28 +199,26 @@ def save_and_wait(rank: Rank, job: str, linger_s: float, launcher: int | None = 
 
 @pytest.mark.parametrize("ends", ["killed", "closed"])
 def test_keeper_ends_when_all_ranks_have_ended(ends: str, job: str) -> None:
-    with Ranks(2, save_and_wait, job, 0.1 if ends == "killed" else 1e6) as ranks:
+    with Ranks(2, save_and_wait, job, 0.1 if ends == "killed" else 600) as ranks:
         pid, same_pid = ranks.hear_all()
         assert pid == same_pid
-        with watched(pid) as keeper:
-            for rank in range(2):
-                if ends == "killed":
-                    ranks.kill(rank)
-                else:
-                    ranks.tell(rank)
-                    ranks.hear_result(rank)
-            wait_until_ended(keeper)
+        for rank in range(2):
+            if ends == "killed":
+                ranks.kill(rank)
+            else:
+                ranks.tell(rank)
+                ranks.hear_result(rank)
+    wait_until_ended(pid)
 
 
 def test_keeper_stays_for_a_killed_rank_when_the_others_have_closed(job: str) -> None:
-    with Ranks(2, save_and_wait, job, 1e6) as ranks:
+    with Ranks(2, save_and_wait, job, 600) as ranks:
         pid, _ = ranks.hear_all()
-        with watched(pid) as keeper:
-            ranks.kill(0, joins=True)
-            ranks.tell(1)
-            ranks.results(killed={0})
-            assert run_ranks(2, load_and_check, job) == [1, 1]
-            wait_until_ended(keeper)
+        ranks.kill(0, joins=True)
+        ranks.tell(1)
+        ranks.results(killed={0})
+    assert run_ranks(2, load_and_check, job) == [1, 1]
+    wait_until_ended(pid)
 
 
 def test_keeper_stays_for_a_launcher_and_ends_after_it(job: str) -> None:
@@ -237,17 +226,15 @@ def test_keeper_stays_for_a_launcher_and_ends_after_it(job: str) -> None:
     try:
         with Ranks(2, save_and_wait, job, 0.0, launcher.pid) as ranks:
             pid, _ = ranks.hear_all()
-            with watched(pid) as keeper:
-                for rank in range(2):
-                    ranks.kill(rank, joins=True)
-                assert run_ranks(2, load_and_check, job, False) == [1, 1]
-                launcher.kill()
-                launcher.wait()
-                # load_and_check's ranks have said that it may wait longer.
-                with Ranks(2, save_and_wait, job, 0.0) as again:
-                    for rank in range(2):
-                        assert again.hear(rank) == pid
-                wait_until_ended(keeper)
+            for rank in range(2):
+                ranks.kill(rank, joins=True)
+        assert run_ranks(2, load_and_check, job, False) == [1, 1]
+        launcher.kill()
+        launcher.wait()
+        # load_and_check's ranks have said that it may wait longer.
+        with Ranks(2, save_and_wait, job, 0.0) as again:
+            assert again.hear_all() == [pid, pid]
+        wait_until_ended(pid)
     finally:
         launcher.kill()
         launcher.wait()
@@ -266,35 +253,15 @@ def kill_the_keeper(rank: Rank, job: str) -> None:
 
 def test_killed_keeper_has_one_successor_with_all_versions(job: str) -> None:
     with Ranks(3, kill_the_keeper, job) as ranks:
-        first = set(ranks.hear_all())
-        assert len(first) == 1
-        with watched(first.pop()) as keeper:
-            signal.pidfd_send_signal(keeper, signal.SIGKILL)
-            wait_until_ended(keeper)
+        (pid,) = set(ranks.hear_all())
+        os.kill(pid, signal.SIGKILL)
+        wait_until_ended(pid)
         for rank in range(3):
             ranks.tell(rank)
         assert len(set(ranks.hear_all())) == 1
         for rank in range(3):
             ranks.kill(rank, joins=True)
     assert run_ranks(3, load_and_check, job) == [2] * 3
-
-
-def start_at_once(rank: Rank, job: str) -> int:
-    store = rank.make_store()
-    store.set(str(rank.rank), "")
-    store.wait([str(peer) for peer in range(rank.world_size)])
-    checkpoint = rota.checkpoint.Checkpoint(
-        store, rank=rank.rank, world_size=rank.world_size, job=job
-    )
-    store.set(f"open{rank.rank}", "")
-    store.wait([f"open{peer}" for peer in range(rank.world_size)])
-    checkpoint.close()
-    return checkpoint.keeper_pid
-
-
-def test_ranks_that_start_at_once_have_one_keeper() -> None:
-    for _ in range(3):
-        assert len(set(run_ranks(4, start_at_once, uuid4().hex))) == 1
 
 
 def leave_a_child(rank: Rank, job: str) -> None:

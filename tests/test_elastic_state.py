@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,7 @@ class Model(nn.Module):
 
     def __init__(self, width: int = 200) -> None:
         super().__init__()
+        self.width = width
         self.first = nn.Linear(width, width)
         self.tied = nn.Linear(width, width, bias=False)
         self.tied.weight = self.first.weight
@@ -39,32 +41,79 @@ class Model(nn.Module):
         return self.tied(self.norm(self.first(inputs)).relu()) * self.view
 
 
-class Views:
-    """Views of other memory, among an object's state."""
+class Restless(nn.Module):
+    """Its forward pass assigns buffers anew, hands one on, makes some, and counts beside them."""
 
-    def __init__(self, seed: int) -> None:
-        pairs = torch.arange(6.0).view(3, 2) + seed
-        self.views = [pairs[:1, 1], torch.view_as_complex(pairs).conj()]
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.linear = nn.Linear(width, 1, bias=False)
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("before", torch.zeros(width))
+        self.register_buffer("lazy", None)
+        self.num_calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.before = self.mean
+        self.mean = 0.5 * self.mean + inputs.mean(0)
+        self.lazy = self.mean[: len(self.mean) // 2] + (0 if self.lazy is None else 1)
+        if "count" not in self._buffers:
+            self.register_buffer("count", torch.zeros(()))
+        self.count += 1
+        self.num_calls += 1
+        return self.linear(inputs)
+
+    def get_extra_state(self) -> int:
+        return self.num_calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.num_calls = state
+
+
+class Holder:
+    """An object with a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"views": self.views}
+        return {"value": self.value}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.views = state_dict["views"]
+        self.value = state_dict["value"]
+
+
+def views_of_other_memory(seed: int) -> list[torch.Tensor]:
+    pairs = torch.arange(6.0).view(3, 2) + seed
+    return [pairs[:1, 1], torch.view_as_complex(pairs).conj()]
 
 
 class Trainee:
-    """A model, its optimizer and all else that a run has, and a step that depends on all of it."""
+    """A model, its optimizer and all else that a run has, and a step that depends on all of it.
 
-    def __init__(self, seed: int, **options: Any) -> None:
+    Args:
+        scales: whether the loss is scaled.
+        options: of the hook's state.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        make: Callable[[], Model | Restless] = Model,
+        scales: bool = False,
+        wire_dtype: torch.dtype = torch.float16,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
-        self.model = Model()
+        self.model = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.hook = rota.HookState(model=self.model, wire_dtype=torch.float16, **options)
-        self.views = Views(seed)
+        self.hook = rota.HookState(model=self.model, wire_dtype=wire_dtype, **options)
+        self.scaler = rota.amp.GradScaler(self.hook, enabled=scales)
+        self.views = Holder(views_of_other_memory(seed))
         self.state = State(
+            **({"scaler": self.scaler} if scales else {}),
             hook=self.hook,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -74,29 +123,38 @@ class Trainee:
         )
 
     def backward(self) -> None:
-        inputs = torch.randn(8, 200) * random.random()
-        self.model(inputs).square().mean().backward()
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        inputs = torch.randn(8, self.model.width) * random.random()
+        self.scaler.scale(self.model(inputs).square().mean()).backward()
 
-    def step(self) -> None:
+    def begin(self) -> None:
         self.backward()
         rota.reduce_gradients(list(self.model.parameters()), self.hook)
-        self.optimizer.step()
+        self.scaler.unscale_(self.optimizer)
+
+    def step(self) -> None:
+        self.begin()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.state.commit()
 
     def summary(self) -> list[Any]:
         """All that must be equal for equal steps."""
-        tensors = [*self.model.state_dict().values()]
+        of_hook = self.hook.state_dict()
+        values = [*self.model.state_dict().values(), *of_hook["residuals"].values()]
         for of_parameter in self.optimizer.state_dict()["state"].values():
-            tensors += of_parameter.values()
+            values += of_parameter.values()
         return [
-            [_C.checksum(tensor.contiguous()) for tensor in tensors],
+            [_C.checksum(x.reshape(-1)) if isinstance(x, torch.Tensor) else x for x in values],
             _C.checksum(torch.get_rng_state()),
             random.getstate(),
+            self.optimizer.param_groups[0]["lr"],
             self.scheduler.state_dict(),
-            self.hook.state_dict()["num_reductions"],
-            [view.tolist() for view in self.views.views],
+            self.scaler.state_dict(),
+            of_hook["num_reductions"],
+            [view.tolist() for view in self.views.value],
             self.state.num_steps,
         ]
 
@@ -200,77 +258,12 @@ def test_step_that_failed_on_all_ranks_is_rolled_back(rank: Rank, port: int) -> 
     assert trainee.summary() == expected
 
 
-class Restless(nn.Module):
-    """Its forward pass assigns buffers anew, hands one on, makes some, and counts beside them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, 1, bias=False)
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("before", torch.zeros(width))
-        self.register_buffer("lazy", None)
-        self.num_calls = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.before = self.mean
-        self.mean = 0.5 * self.mean + inputs.mean(0)
-        self.lazy = self.mean[: len(self.mean) // 2] + (0 if self.lazy is None else 1)
-        if "count" not in self._buffers:
-            self.register_buffer("count", torch.zeros(()))
-        self.count += 1
-        self.num_calls += 1
-        return self.linear(inputs)
-
-    def get_extra_state(self) -> int:
-        return self.num_calls
-
-    def set_extra_state(self, state: int) -> None:
-        self.num_calls = state
-
-
-class RestlessTrainee:
-    """With long residuals and buffers, and a learning rate that each step changes first."""
-
-    def __init__(self, width: int) -> None:
-        torch.manual_seed(1)
-        self.model = Restless(width)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        options = {"stochastic_rounding": True, "error_feedback": True}
-        self.hook = rota.HookState(model=self.model, wire_dtype=torch.float8_e4m3fn, **options)
-        self.scaler = rota.amp.GradScaler(self.hook)
-        objects = {"model": self.model, "optimizer": self.optimizer, "hook": self.hook}
-        self.state = State(**objects, scaler=self.scaler)
-
-    def begin(self) -> None:
-        self.optimizer.param_groups[0]["lr"] *= 0.5
-        inputs = torch.linspace(0, 1, 2 * self.model.linear.in_features).view(2, -1)
-        self.scaler.scale(self.model(inputs).sum()).backward()
-        rota.reduce_gradients(self.model.parameters(), self.hook)
-        self.scaler.unscale_(self.optimizer)
-
-    def step(self) -> None:
-        self.begin()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        self.state.commit()
-
-    def summary(self) -> list[Any]:
-        tensors = [*self.model.state_dict().values(), *self.hook.state_dict()["residuals"].values()]
-        return [
-            [_C.checksum(x.reshape(-1)) for x in tensors if isinstance(x, torch.Tensor)],
-            self.model.num_calls,
-            self.optimizer.param_groups[0]["lr"],
-            self.hook.state_dict()["num_reductions"],
-            self.scaler.state_dict(),
-        ]
-
-
 @on_ranks(2)
 def test_whatever_a_failed_step_has_replaced_or_made_is_rolled_back(rank: Rank, port: int) -> None:
     width = 100_000
     membership, generation = meet(rank, port)
-    trainee = RestlessTrainee(width)
+    options = {"stochastic_rounding": True, "error_feedback": True}
+    trainee = Trainee(1, lambda: Restless(width), True, torch.float8_e4m3fn, **options)
     trainee.state.synchronize(generation)
     fresh = set(trainee.model._buffers)
     error_of(trainee.begin)
@@ -467,16 +460,10 @@ def test_arguments_are_checked() -> None:
         State(scheduler=scheduler).commit()
 
 
-class Unpicklable:
+class Stubborn(Holder):
     """Keeps its value, whatever it is to load."""
 
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, object]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
 
 
@@ -484,7 +471,7 @@ class Unpicklable:
 def test_unpicklable_state_raises_on_all_ranks(rank: Rank, port: int) -> None:
     """Rank 0 is the source; all go on afterwards."""
     _, generation = meet(rank, port, timeout=timedelta(seconds=300))
-    value = Unpicklable(None)
+    value = Stubborn(None)
     state = State(model=nn.Linear(2, 2), value=value)
     if rank.rank == 0:
         state.commit()

@@ -73,7 +73,7 @@ def make(**changes: Any) -> ParameterServer:
     return ParameterServer(**(options | changes))
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=180)
 def test_bad_option_raises_on_all_ranks(rank: Rank) -> None:
     init(rank)
     for changes, kind, *facts in BAD_OPTIONS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parameter_servers import OPTIMIZERS, flat, init, kill_at
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks
 from rota.parameter_server import ParameterServer
 
 pytestmark = pytest.mark.same_in_every_build
@@ -105,25 +105,19 @@ def test_killed_server_without_a_replica_is_named(rank: Rank) -> None:
     server.close()
 
 
-def average_weights(rank: Rank) -> str:
+@on_ranks(4, killed=[0])
+def test_weight_averaging_goes_on_when_a_server_is_killed(rank: Rank) -> None:
     init(rank)
     if rank.rank == 0:
         kill_at("published")
     parameters = [nn.Parameter(torch.zeros(50)) for _ in range(2)]
     server = ParameterServer(parameters, None, servers=[0, 2], average_weights=True)
     if not server.is_worker:
-        server.serve()
-        return "served"
+        return server.serve()
     for step in range(12):
         server.step([torch.full((50,), step + rank.rank / 2.0)] * 2)
         assert torch.equal(flat(parameters), torch.full((100,), step + 1.0))
     server.close()
-    return "trained"
-
-
-def test_weight_averaging_goes_on_when_a_server_is_killed() -> None:
-    results = run_ranks(4, average_weights, killed=[0])
-    assert results == [None, "trained", "served", "trained"]
 
 
 @on_ranks(2)
@@ -149,9 +143,7 @@ class BadOptimizer(torch.optim.SGD):
 
 @pytest.mark.parametrize("servers", [None, [0]], ids=["every", "dedicated"])
 @on_ranks(2)
-def test_error_of_an_optimizer_is_raised_on_its_server(
-    rank: Rank, servers: list[int] | None
-) -> None:
+def test_error_of_an_optimizer_is_that_of_its_server(rank: Rank, servers: list[int] | None) -> None:
     init(rank)
     parameters = [nn.Parameter(torch.zeros(5))]  # on the first server only
     server = ParameterServer(
@@ -195,34 +187,25 @@ def test_optimizer_state_that_grows_is_refused_with_the_remedy(rank: Rank) -> No
     server.close()
 
 
-def be_interrupted(rank: Rank, where: str) -> None:
+@pytest.mark.parametrize("where", ["pull", "close", "serve"])
+@on_ranks(2)
+def test_ctrl_c_in_a_wait_raises_keyboard_interrupt(rank: Rank, where: str) -> None:
+    """And the process ends, though it still serves."""
     init(rank)
-    server = ParameterServer(
-        [nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"], servers=[1] if where == "serve" else None
-    )
-    if rank.rank == (1 if where == "serve" else 0):
-        rank.tell()
+    store = rank.make_store()
+    waiting = 1 if where == "serve" else 0
+    servers = [1] if where == "serve" else None
+    server = ParameterServer([nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"], servers=servers)
+    if rank.rank == waiting:
         calls = {
             "serve": server.serve,
             "pull": lambda: server.step([torch.ones(5)]),
             "close": server.close,
         }
-        rank.tell(error_of(calls[where])[0])
-    rank.hear()
-
-
-@pytest.mark.parametrize("where", ["pull", "close", "serve"])
-def test_ctrl_c_in_a_wait_raises_keyboard_interrupt(where: str) -> None:
-    """And the process ends, though it still serves."""
-    waiting = 1 if where == "serve" else 0
-    with Ranks(2, be_interrupted, where) as ranks:
-        ranks.hear(waiting)
-        time.sleep(0.3)  # nothing shows from outside whether a rank waits
-        ranks.kill(waiting, signal.SIGINT)
-        assert ranks.hear(waiting) == "KeyboardInterrupt"
-        for rank in range(2):
-            ranks.tell(rank)
-        ranks.results()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert error_of(calls[where])[0] == "KeyboardInterrupt"
+        store.set("interrupted", "")
+    store.wait(["interrupted"])
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

@@ -104,13 +104,3 @@ def test_explored_values_stay_in_their_ranges(num_ranks: int, factor: float) -> 
     for name, space in population.SPACE.items():
         slack = num_ranks - 1 if name == "batch" else 0
         assert space.low - slack <= scaled[name] <= space.high + slack
-
-
-@pytest.mark.parametrize("method", population.SAMPLERS)
-def test_next_trials_depend_on_the_scores_alone(method: str) -> None:
-    scores: list[dict[str, Any]] = []
-    while len(scores) < 8:
-        asked = population.ask(options(seed=0), method, scores, 2)
-        assert asked == population.ask(options(seed=0), method, scores, 2)
-        scores += [{"asked": hyper, "validation": abs(hyper["lr"] - 0.01)} for hyper in asked]
-    assert len({score["asked"]["lr"] for score in scores}) == 8

@@ -22,7 +22,7 @@ FORMATS = [
 
 @pytest.mark.parametrize(("wire_dtype", "block_scaling"), FORMATS)
 @pytest.mark.parametrize("num_elems", [0, 1, 31, 64, 1000])
-def test_decode_gives_what_encode_has_rounded(
+def test_decode_gives_what_encode_rounded(
     wire_dtype: torch.dtype, block_scaling: bool, num_elems: int
 ) -> None:
     values = torch.linspace(-50, 50, num_elems)

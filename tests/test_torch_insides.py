@@ -289,11 +289,9 @@ def insides_reached(source: str, own: set[str], known: set[str]) -> list[str]:
     """
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [name for name in names if name.startswith("torch") and is_private(name)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [prefix + alias.name for alias in node.names]
             found += [name for name in names if name.startswith("torch") and is_private(name)]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")

@@ -110,7 +110,7 @@ DISAGREEMENTS: list[tuple[Case, Case, str]] = [
 ]
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=180)
 def test_publishers_that_disagree_all_get_an_error_that_names_both(rank: Rank) -> None:
     for *sides, pattern in DISAGREEMENTS:
         options, tensor = sides[rank.rank]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from checkpoints import wait_until_ended, watched
+from checkpoints import wait_until_ended
 from heap import heap_bytes
 from ranks import Rank, Ranks, error_of, kill_self, on_ranks
 from rota.weights import WeightShard, WeightStore
@@ -133,9 +133,8 @@ def test_killed_or_stopped_reader_changes_nothing_for_others(signum: signal.Sign
 def await_death_of_publisher(store: dist.Store) -> int:
     """Tells the publisher that this reader is ready, and returns its pid when it has ended."""
     pid = int(store.get("publisher"))
-    with watched(pid) as process:
-        store.set("ready", "")
-        wait_until_ended(process)
+    store.set("ready", "")
+    wait_until_ended(pid)
     return pid
 
 
@@ -248,9 +247,7 @@ def test_last_version_outlives_the_interpreter_of_its_publisher(tmp_path: Path) 
     assert version == 3 and weights["w"].sum() == 3000
 
 
-def test_closed_publisher_leaves_its_version_to_those_who_have_pulled_from_it(
-    tmp_path: Path,
-) -> None:
+def test_closed_publisher_leaves_its_version_to_its_readers(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"))
     first, reader = WeightStore(store, rank=0), WeightStore(store)
     first.publish(1, weights_of(1, 1 << 20))
@@ -266,7 +263,8 @@ def test_closed_publisher_leaves_its_version_to_those_who_have_pulled_from_it(
         time.sleep(0.001)
 
 
-def restart_both_publishers(rank: Rank) -> None:
+@on_ranks(4, killed=[1])
+def test_publishers_that_start_again_together_go_on(rank: Rank) -> None:
     """Rank 1 is killed and rank 2 takes its place; rank 0 starts again in its own process."""
     store = rank.make_store()
 
@@ -278,67 +276,49 @@ def restart_both_publishers(rank: Rank) -> None:
     if rank.rank == 3:
         reader = WeightStore(store)
         assert is_whole(*reader.pull(at_least=2))
-        rank.tell()
-        rank.hear()
+        store.set("pulled", "")
+        store.wait(["3 is not whole"])
         version, weights = reader.pull()
         assert version == 2 and is_whole(version, weights)
-        rank.tell()
+        store.set("start again", "")
         while version < 3:
             version, weights = reader.pull()
         assert version == 3 and is_whole(version, weights)
-        store.set("end", "")
-        return
+        return store.set("end", "")
     if rank.rank == 2:
-        rank.hear()
+        store.wait(["start again"])
         publisher = start(1)
     else:
         publisher = start(rank.rank)
         for version in (1, 2):
             publisher.publish(version, weights_of(version))
-        rank.hear()
+        store.wait(["pulled"])
+    if rank.rank == 1:
+        kill_self()
     if rank.rank == 0:
         # Number 3 may begin, since all were done with 2, but is never whole.
         publisher.publish(3, weights_of(3))
         with pytest.raises(rota.PeerFailed, match=r"publisher 1/2 of 'weights' \(pid \d+\) has"):
             publisher.publish(4, weights_of(4))
-        rank.tell()
-        rank.hear()
+        store.set("3 is not whole", "")
+        store.wait(["start again"])
         publisher.close()
         publisher = start(0)
     publisher.publish(3, weights_of(3))
     store.wait(["end"])
 
 
-def test_publishers_that_start_again_together_go_on() -> None:
-    with Ranks(4, restart_both_publishers) as ranks:
-        ranks.hear(3)
-        ranks.kill(1, joins=True)
-        ranks.tell(0)
-        ranks.hear(0)
-        ranks.tell(3)
-        ranks.hear(3)
-        ranks.tell(0)
-        ranks.tell(2)
-        ranks.results(killed={1})
-
-
-def wait_for_ever(rank: Rank) -> tuple[str, str]:
+@on_ranks(2)
+def test_ctrl_c_ends_a_wait(rank: Rank) -> None:
     store = rank.make_store()
     if rank.rank == 0:
         publisher = WeightStore(store, rank=0)
         publisher.publish(1, weights_of(1, 4))
-        rank.hear()
+        return store.wait(["end"])
     reader = WeightStore(store)
     reader.pull()
-    rank.tell()
-    return error_of(lambda: reader.pull(at_least=2))
-
-
-def test_ctrl_c_ends_a_wait() -> None:
-    with Ranks(2, wait_for_ever) as ranks:
-        ranks.hear(1)
-        time.sleep(0.1)
-        start = time.monotonic()
-        ranks.kill(1, signal.SIGINT)
-        assert ranks.hear_result(1)[0] == "KeyboardInterrupt"
-        assert time.monotonic() - start < 1
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    assert error_of(reader.pull, at_least=2)[0] == "KeyboardInterrupt"
+    assert time.monotonic() - start < 1.1
+    store.set("end", "")

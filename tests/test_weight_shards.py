@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ranks import Rank, on_ranks, run_ranks
+from ranks import Rank, on_ranks
 from rota.weights import WeightShard, WeightStore, layout
 from rota.weights.copies import boxes
 
@@ -69,7 +69,12 @@ def place(tensor: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> DTens
     return distribute_tensor(tensor, mesh, fitting)
 
 
-def reshard(rank: Rank, mesh_shape: tuple[int, ...], wire: torch.dtype | None) -> None:
+@pytest.mark.parametrize("wire", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("world_size", "mesh_shape"), [(3, (3,)), (4, (2, 2))])
+@on_ranks()
+def test_any_placement_can_be_pulled_into_any_other(
+    rank: Rank, mesh_shape: tuple[int, ...], wire: torch.dtype | None
+) -> None:
     use_short_buckets()
     rank.init("gloo")
     mesh = init_device_mesh("cpu", mesh_shape)
@@ -100,14 +105,6 @@ def reshard(rank: Rank, mesh_shape: tuple[int, ...], wire: torch.dtype | None) -
         dist.barrier()
 
 
-@pytest.mark.parametrize("wire", [None, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
-def test_any_placement_can_be_pulled_into_any_other(
-    mesh_shape: tuple[int, ...], wire: torch.dtype | None
-) -> None:
-    run_ranks(math.prod(mesh_shape), reshard, mesh_shape, wire)
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +112,13 @@ class Model(nn.Module):
         self.down = nn.Linear(16, 8, bias=False)
 
 
-def publish_fsdp(rank: Rank, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "mesh_shape"), [(4, (3,)), (5, (2, 2))], ids=["uneven", "over-tensor-parallel"]
+)
+@on_ranks()
+def test_fsdp_shards_reach_a_reader_outside_of_the_group(
+    rank: Rank, mesh_shape: tuple[int, ...]
+) -> None:
     """All ranks but the last train; the last samples, outside of their group."""
     use_short_buckets()
     store, group_store = rank.make_store(), rank.make_store()
@@ -148,11 +151,6 @@ def publish_fsdp(rank: Rank, mesh_shape: tuple[int, ...]) -> None:
     store.wait(["end"])
 
 
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=["uneven", "over-tensor-parallel"])
-def test_fsdp_shards_reach_a_reader_outside_of_the_group(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(math.prod(mesh_shape) + 1, publish_fsdp, mesh_shape)
-
-
 class Strided(NamedTuple):
     """As torch's _StridedShard."""
 
@@ -160,27 +158,17 @@ class Strided(NamedTuple):
     split_factor: int
 
 
-@pytest.mark.parametrize(
-    ("placements", "mesh_shape", "shape", "is_contiguous"),
-    [
-        ((Strided(0, 2), Shard(0)), (2, 2), (8, 3), True),
-        ((Strided(0, 2), Shard(1)), (2, 2), (8, 3), False),
-        ((Shard(0), Strided(0, 2)), (2, 2), (8, 3), False),
-        ((Strided(0, 2), Shard(0)), (2, 2), (7, 3), False),
-        ((Strided(0, 3), Replicate(), Shard(0)), (2, 2, 3), (12, 3), True),
-    ],
-)
-def test_strided_shards_with_holes_are_refused(
-    placements: tuple[Any, ...],
-    mesh_shape: tuple[int, ...],
-    shape: tuple[int, ...],
-    is_contiguous: bool,
-) -> None:
-    if is_contiguous:
-        layout.check_strides("w", placements, mesh_shape, shape)
-    else:
+def test_strided_shards_with_holes_are_refused() -> None:
+    pair, rows = (2, 2), (8, 3)
+    layout.check_strides("w", (Strided(0, 2), Shard(0)), pair, rows)
+    layout.check_strides("w", (Strided(0, 3), Replicate(), Shard(0)), (2, 2, 3), (12, 3))
+    for placements, shape in (
+        ((Strided(0, 2), Shard(1)), rows),
+        ((Shard(0), Strided(0, 2)), rows),
+        ((Strided(0, 2), Shard(0)), (7, 3)),
+    ):
         with pytest.raises(ValueError, match="a rank's part has holes"):
-            layout.check_strides("w", placements, mesh_shape, shape)
+            layout.check_strides("w", placements, pair, shape)
 
 
 @on_ranks(1)

@@ -105,7 +105,7 @@ def rounded(tensor: torch.Tensor, wire: torch.dtype, block_scaling: bool) -> tor
 
 @pytest.mark.usefixtures("short_buckets")
 @pytest.mark.parametrize(("wire", "block_scaling"), FORMATS[1:], ids=str)
-def test_wire_dtype_rounds_wider_floats_as_encode_does(
+def test_wire_dtype_rounds_as_encode_does(
     store: dist.Store, wire: torch.dtype, block_scaling: bool
 ) -> None:
     publisher = WeightStore(store, rank=0, wire_dtype=wire, block_scaling=block_scaling)

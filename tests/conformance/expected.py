@@ -5,7 +5,7 @@ A line is `test gloo rota reason`. `gloo` and `rota` have a letter per world siz
     p  passes
     l  torch lets only Gloo or MPI run it, and it passes with that gate lifted
     s  torch skips it on a machine like this one, for want of GPUs or ranks, or because it is broken
-    x  no third party's backend can pass it; see exclusions.py
+    x  no third party's backend can pass it; see suite.EXCLUSIONS
     f  fails
 
 The reason is the line of torch that gates, skips or excludes the test on rota, and the error.

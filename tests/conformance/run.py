@@ -18,12 +18,11 @@ import re
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 import expected
@@ -34,15 +33,10 @@ from expected import BACKENDS, WORLD_SIZES, Expectation
 _START_S = 120
 # torch ends a test at its time limit; this much later the runner does.
 _GRACE_S = 30
-TITLES = {
-    "l": "torch lets only Gloo or MPI run these; with that gate lifted they pass",
-    "x": "torch excludes every third party from these",
-    "f": "these fail",
-}
 COUNTED = {
     "p": "passed",
-    "l": "passed with a gate lifted",
-    "x": "excluded by torch",
+    "l": "passed with a gate of torch lifted that lets only Gloo or MPI run them",
+    "x": "excluded by torch, as with every third party",
     "f": "failed",
     "s": "skipped",
 }
@@ -50,14 +44,6 @@ _context = multiprocessing.get_context("spawn")
 
 # None for a test that was not selected.
 Results: TypeAlias = "dict[str, suite.Result | None]"
-
-
-@dataclass(frozen=True)
-class Options:
-    select: re.Pattern[str]
-    num_jobs: int
-    timeout_s: int
-    logs: Path
 
 
 class Server:
@@ -113,22 +99,34 @@ class Server:
             process.join()
 
 
-def run_suite(backend: str, world_size: int, options: Options) -> Results:
-    """Runs the selected tests at one world size, several at a time."""
-    logs = options.logs / f"{backend}-ws{world_size}"
+def run_suite(
+    backend: str,
+    world_size: int,
+    select: str = "",
+    num_jobs: int = 2,
+    timeout_s: int = 120,
+    logs: Path = Path("build/conformance"),
+) -> Results:
+    """Runs the tests whose name matches at one world size, several at a time.
+
+    Args:
+        timeout_s: of each test.
+        logs: the folder for what failed tests wrote.
+    """
+    logs = logs.resolve() / f"{backend}-ws{world_size}"
     logs.mkdir(parents=True, exist_ok=True)
     servers = [
-        Server(backend, world_size, options.timeout_s, logs / f"server{index}.log")
-        for index in range(options.num_jobs)
+        Server(backend, world_size, timeout_s, logs / f"server{index}.log")
+        for index in range(num_jobs)
     ]
-    queue: SimpleQueue[str] = SimpleQueue()
+    waiting: deque[str] = deque()
     results: Results = {}
 
-    def run_queue(server: Server) -> None:
+    def run_waiting(server: Server) -> None:
         while True:
             try:
-                name = queue.get_nowait()
-            except Empty:
+                name = waiting.popleft()
+            except IndexError:
                 return
             start_s = time.monotonic()
             result = results[name] = server.run(name)
@@ -137,22 +135,15 @@ def run_suite(backend: str, world_size: int, options: Options) -> Results:
             if result.status == "fail":
                 (logs / f"{name}.log").write_bytes(server.log.read_bytes())
 
-    def drain_queue() -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                queue.get_nowait()
-
     # After Ctrl-C no test may start, and the servers end before the threads that wait for them.
-    with ThreadPoolExecutor(options.num_jobs) as threads, contextlib.ExitStack() as stack:
+    with ThreadPoolExecutor(num_jobs) as threads, contextlib.ExitStack() as stack:
         for server in servers:
             stack.callback(server.close)
-        stack.callback(drain_queue)
+        stack.callback(waiting.clear)
         names, *_ = threads.map(Server.start, servers)
-        for name in names:
-            results[name] = None
-            if options.select.search(name):
-                queue.put(name)
-        list(threads.map(run_queue, servers))
+        results.update(dict.fromkeys(names))
+        waiting.extend(name for name in names if re.search(select, name))
+        list(threads.map(run_waiting, servers))
     return results
 
 
@@ -191,22 +182,14 @@ def record(
             entry.enter(backend, world_size, result)
 
 
-def summary(
-    expectations: Mapping[str, Expectation], backend: str, world_size: int, results: Results
-) -> Iterator[str]:
-    """The tests that torch gates or excludes, those that fail, and the counts."""
+def summary(backend: str, world_size: int, results: Results) -> Iterator[str]:
+    """The counts, and the tests that torch gates or excludes and those that fail."""
     done = {name: result for name, result in sorted(results.items()) if result is not None}
-    by_letter = {
-        letter: {name: result for name, result in done.items() if result.letter == letter}
-        for letter in COUNTED
-    }
-    for letter, title in TITLES.items():
-        if by_letter[letter]:
-            yield f"\n{backend} at {world_size} ranks: {title}:"
-            for name, result in by_letter[letter].items():
-                yield f"  {name}: {result}"
-    counts = ", ".join(f"{len(by_letter[letter])} {what}" for letter, what in COUNTED.items())
-    yield f"\n{backend} at {world_size} ranks: {counts}; {len(done)} of {len(results)} tests"
+    yield f"\n{backend} at {world_size} ranks: {len(done)} of {len(results)} tests"
+    for letter, what in COUNTED.items():
+        named = [f"  {name}: {result}" for name, result in done.items() if result.letter == letter]
+        yield f"{len(named)} {what}"
+        yield from named if letter in "lxf" else ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,26 +198,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     option = parser.add_argument
     option("-w", "--world-sizes", type=int, nargs="+", default=WORLD_SIZES, choices=WORLD_SIZES)
-    option("-b", "--backends", nargs="+", choices=BACKENDS, help="rota; both with --record")
     option("--ranks-per-host", type=int, help="ranks claim to be on hosts of so many")
     option("-k", default="", metavar="REGEX", help="only tests whose name matches")
-    option("-j", "--jobs", type=int, default=2, help="tests at a time (default: %(default)s)")
-    option("--timeout", type=int, default=120, metavar="S", help="per test (default: %(default)s)")
-    option("--logs", type=Path, default=Path("build/conformance"), help="what failed tests wrote")
     option("--record", action="store_true", help="write the list instead, from a whole run")
     args = parser.parse_args(arguments)
     if args.ranks_per_host is not None:
         os.environ[suite.RANKS_PER_HOST] = str(args.ranks_per_host)
-    options = Options(re.compile(args.k), args.jobs, args.timeout, args.logs.resolve())
     path = expected.list_path(metadata.version("torch"))
     if not path.exists() and not args.record:
         parser.error(f"there is no {path}; write it with --record")
     expectations = {} if args.record else expected.read(path)
     problems: list[str] = []
     for world_size in args.world_sizes:
-        for backend in args.backends or (BACKENDS if args.record else ["rota"]):
-            results = run_suite(backend, world_size, options)
-            print(*summary(expectations, backend, world_size, results), sep="\n", flush=True)
+        for backend in BACKENDS if args.record else ["rota"]:
+            results = run_suite(backend, world_size, args.k)
+            print(*summary(backend, world_size, results), sep="\n", flush=True)
             if args.record:
                 record(expectations, backend, world_size, results)
                 expected.write(path, expectations)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 from pathlib import Path
 
@@ -22,8 +21,7 @@ pytestmark = pytest.mark.skipif(not LIST.exists(), reason=f"there is no {LIST.na
 
 
 def test_suite_two_ranks_matches_the_list(tmp_path: Path) -> None:
-    options = run.Options(re.compile(""), num_jobs=1, timeout_s=60, logs=tmp_path)
-    results = run.run_suite("rota", 2, options)
+    results = run.run_suite("rota", 2, num_jobs=1, timeout_s=60, logs=tmp_path)
     counts = expected.counts_of(LIST)
     differences = list(run.compare(expected.read(LIST), counts, "rota", 2, results))
     assert not differences, "\n".join(differences)
