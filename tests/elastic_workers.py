@@ -50,7 +50,7 @@ def serve(
     num_members: int,
     options: dict[str, Any] | None = None,
     device: str = "cpu",
-) -> list[list[int]]:
+) -> None:
     """A member that takes part until the key "stop" is set, and has the test hear of every change.
 
     Args:
@@ -58,32 +58,27 @@ def serve(
             which join when they are told to.
         options: of the Membership.
         device: of the tensors that are summed.
-
-    Returns:
-        The pids of the members by rank, of each of its generations.
     """
     store = store_of(port)
     is_newcomer = rank.rank >= num_members
     if is_newcomer:
         rank.hear()
     membership = Membership(store, **options or {})
-    history: list[list[int]] = []
+    min_members = 1 if is_newcomer else num_members
     while True:
-        is_first = not is_newcomer and not history
-        generation = membership.next(min_members=num_members if is_first else 1)
+        generation = membership.next(min_members)
         pids = pids_of(generation)
         assert pids[generation.rank] == os.getpid()
         try:
             check_sum(generation, device)
-            history.append(pids)
+            min_members = 1
             rank.tell(pids)
             while not generation.is_over(leave=store.check(["stop"])):
                 time.sleep(PACE_S)
         except rota.PeerFailed:
             continue
         if store.check(["stop"]):
-            membership.leave()
-            return history
+            return membership.leave()
 
 
 def hear_until(ranks: Ranks, rank: int, pids: list[int]) -> None:
@@ -141,7 +136,7 @@ def change_members(
     return num_keys
 
 
-def meet(rank: Rank, port: int, **options: Any) -> tuple[Membership, Generation]:
+def first_generation(rank: Rank, port: int, **options: Any) -> tuple[Membership, Generation]:
     """A membership in which every process has its rank of the test, and its first generation."""
     membership = Membership(store_of(port), rank=rank.rank, **options)
     return membership, membership.next(min_members=rank.world_size)

@@ -356,7 +356,8 @@ def run_ranks(
     """
     with Ranks(world_size, function, *args, env=env, timeout_s=timeout_s) as ranks:
         results = ranks.results(killed=killed)
-        assert all(ranks._processes[rank].exitcode == -signal.SIGKILL for rank in killed)
+        others = [rank for rank in killed if ranks._processes[rank].exitcode != -signal.SIGKILL]
+        assert not others, f"ranks {others} were to kill themselves"
         return results
 
 

@@ -17,9 +17,9 @@ from elastic_workers import (
     PACE_S,
     all_hear,
     change_members,
+    first_generation,
     first_order,
     let_die,
-    meet,
     pids_of,
     serve,
     store_of,
@@ -83,7 +83,7 @@ def test_member_leaves_in_agreement_and_comes_back_behind_the_others(rank: Rank,
 
 @on_ranks(2)
 def test_member_leaves_without_agreement_peers_raise_and_go_on(rank: Rank, port: int) -> None:
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     if rank.rank == 0:
         membership.leave()
         return membership.leave()  # idempotent
@@ -121,7 +121,7 @@ STAGES = {
 }
 
 
-def die_at(rank: Rank, port: int, num_members: int, victim: int, stage: str) -> list[list[int]]:
+def die_at(rank: Rank, port: int, num_members: int, victim: int, stage: str) -> None:
     """serve(), but the victim kills itself at a stage of the generation that rank 3 joins."""
     if rank.rank == victim:
         owner, name = STAGES[stage]
@@ -139,7 +139,7 @@ def die_at(rank: Rank, port: int, num_members: int, victim: int, stage: str) -> 
             return result
 
         setattr(owner, name, call)
-    return serve(rank, port, num_members)
+    serve(rank, port, num_members)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -157,7 +157,7 @@ def test_death_while_others_agree_is_tried_again(
         ranks.results(killed=[victim])
 
 
-def die_when_all_are_connected(rank: Rank, port: int) -> list[list[int]]:
+def die_when_all_are_connected(rank: Rank, port: int) -> None:
     """Rank 1 is the last of four members to connect and dies at once; the others see its death
     before they hear that the generation has been formed."""
     original = Forming._count_as_connected
@@ -176,7 +176,7 @@ def die_when_all_are_connected(rank: Rank, port: int) -> list[list[int]]:
         return document
 
     Forming._count_as_connected = count_as_connected  # type: ignore[method-assign]
-    return serve(rank, port, 3)
+    serve(rank, port, 3)
 
 
 def test_death_of_a_member_that_was_the_last_to_connect(store: dist.TCPStore) -> None:
@@ -194,7 +194,7 @@ def test_death_of_a_member_that_was_the_last_to_connect(store: dist.TCPStore) ->
 @on_ranks(3, killed=[2], timeout_s=180)
 def test_what_was_made_in_an_earlier_generation_raises(rank: Rank, port: int) -> None:
     """Rank 2 dies; its subgroup dies with it, the other one lives on until the next generation."""
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     died = f"(pid {pids_of(generation)[2]}) has died"
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     communicator = rota.Communicator()
@@ -238,7 +238,7 @@ MAKES: dict[str, Callable[[list[int]], object]] = {
 @on_ranks(5, killed=[2, 3, 4], timeout_s=180)
 def test_member_killed_before_it_makes_its_part_is_noticed(rank: Rank, port: int) -> None:
     store = store_of(port)
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     for what, make in MAKES.items():
         last = generation.world_size - 1
         let_die(last, generation, store)
@@ -250,7 +250,7 @@ def test_member_killed_before_it_makes_its_part_is_noticed(rank: Rank, port: int
 
 @on_ranks(2, timeout_s=180)
 def test_member_that_has_gone_on_is_not_awaited(rank: Rank, port: int) -> None:
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     for what in (*MAKES, "known subgroup"):
         group = dist.new_group([0, 1])  # each rank has published itself, and none has connected
         generation.communicator.barrier()

@@ -20,10 +20,10 @@ from rota.shared.liveness import OwnProcess, Processes
 pytestmark = pytest.mark.same_in_every_build
 
 
-def serve_on_hosts(rank: Rank, port: int, num_members: int) -> list[list[int]]:
+def serve_on_hosts(rank: Rank, port: int, num_members: int) -> None:
     """Ranks 0 and 2 are on one host, 1 and 3 on another."""
     os.environ["ROTA_HOST_ID"] = "left" if rank.rank % 2 == 0 else "right"
-    return serve(rank, port, num_members, {"rank": rank.rank})
+    serve(rank, port, num_members, {"rank": rank.rank})
 
 
 @pytest.mark.parametrize("dying", [[1], [1, 3]], ids=["member", "whole-host"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rota
-from elastic_workers import meet, store_of
+from elastic_workers import first_generation, store_of
 from ranks import Rank, on_ranks
 from rota import _C
 from rota.elastic import Membership, Reservation, State
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.same_in_every_build
 @on_ranks(2)
 def test_parameters_that_cannot_move_are_copied(rank: Rank, port: int) -> None:
     """A parameter in memory that cannot move is copied instead."""
-    _membership, generation = meet(rank, port)
+    _, generation = first_generation(rank, port)
     model = nn.Linear(100, 100)
     model.weight = nn.Parameter(rota.empty(100, 100).fill_(float(rank.rank + 1)))
     address = model.weight.data_ptr()

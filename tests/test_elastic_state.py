@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
-from elastic_workers import let_die, meet, store_of
+from elastic_workers import first_generation, let_die, store_of
 from ranks import Rank, check_error, error_of, kill_self, on_ranks
 from rota import _C
 from rota.elastic import Membership, RandomState, Reservation, State
@@ -178,7 +178,7 @@ def alone(num_steps: int) -> list[Any]:
 
 def train_one_step(rank: Rank, port: int) -> tuple[Membership, Trainee]:
     """A trainee on every rank, all of which have committed their first step."""
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     trainee = Trainee(seed=1)
     trainee.state.synchronize(generation)
     trainee.step()
@@ -219,7 +219,7 @@ def test_newcomers_get_all_of_the_state_and_train_on_with_its_bits(rank: Rank, p
 
 @on_ranks(3)
 def test_ranks_that_are_all_new_get_the_state_of_rank_0(rank: Rank, port: int) -> None:
-    _, generation = meet(rank, port)
+    _, generation = first_generation(rank, port)
     trainee = Trainee(seed=rank.rank)
     before = trainee.summary()
     assert trainee.state.synchronize(generation) == (rank.rank > 0)
@@ -261,7 +261,7 @@ def test_step_that_failed_on_all_ranks_is_rolled_back(rank: Rank, port: int) -> 
 @on_ranks(2)
 def test_whatever_a_failed_step_has_replaced_or_made_is_rolled_back(rank: Rank, port: int) -> None:
     width = 100_000
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     options = {"stochastic_rounding": True, "error_feedback": True}
     trainee = Trainee(1, lambda: Restless(width), True, torch.float8_e4m3fn, **options)
     trainee.state.synchronize(generation)
@@ -312,7 +312,7 @@ def test_step_without_commit_is_rolled_back_or_warns_once(rank: Rank, port: int)
 @on_ranks(2)
 def test_newcomer_takes_tensors_in_another_layout_and_new_ones(rank: Rank, port: int) -> None:
     """Rank 0 has committed; its weights lie transposed, and rank 1's in one storage."""
-    _, generation = meet(rank, port)
+    _, generation = first_generation(rank, port)
     torch.manual_seed(rank.rank)
     model = Restless(6)
     model.linear.weight.data = torch.randn(6, 2).T if rank.rank == 0 else torch.randn(2, 6)
@@ -351,7 +351,7 @@ def disagreements(is_odd: bool) -> list[tuple[dict[str, Any], list[str]]]:
 
 @on_ranks(3, timeout_s=180)
 def test_newcomer_of_another_kind_is_an_error_on_every_rank(rank: Rank, port: int) -> None:
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     is_odd = rank.rank == 2
     for objects, facts in disagreements(is_odd):
         state = State(**{"model": nn.Linear(1, 1)} | objects)
@@ -379,7 +379,7 @@ def test_state_that_differs_after_a_step_is_an_error_on_every_rank(rank: Rank, p
 @on_ranks(2)
 def test_damaged_copy_is_an_error_on_every_rank_and_no_state(rank: Rank, port: int) -> None:
     """A copy that is damaged on its way is not used, and the next attempt succeeds."""
-    membership, generation = meet(rank, port)
+    membership, generation = first_generation(rank, port)
     trainee = Trainee(seed=rank.rank)
     if rank.rank == 0:
         trainee.state.commit()
@@ -421,7 +421,7 @@ def test_source_that_dies_leaves_the_others_their_states(rank: Rank, port: int) 
 @on_ranks(2)
 def test_residuals_of_a_hook_are_transferred(rank: Rank, port: int) -> None:
     """Residuals are long, and made anew by each state_dict()."""
-    _, generation = meet(rank, port)
+    _, generation = first_generation(rank, port)
     trainee = Trainee(seed=1, error_feedback=True)
     parameters = dict(trainee.model.named_parameters())
     if rank.rank == 0:
@@ -470,7 +470,7 @@ class Stubborn(Holder):
 @on_ranks(3)
 def test_unpicklable_state_raises_on_all_ranks(rank: Rank, port: int) -> None:
     """Rank 0 is the source; all go on afterwards."""
-    _, generation = meet(rank, port, timeout=timedelta(seconds=300))
+    _, generation = first_generation(rank, port, timeout=timedelta(seconds=300))
     value = Stubborn(None)
     state = State(model=nn.Linear(2, 2), value=value)
     if rank.rank == 0:
@@ -497,7 +497,7 @@ def test_ddp_is_refused(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_logical_shards_refuse_a_step_of_other_ranks(rank: Rank, port: int) -> None:
-    membership, _ = meet(rank, port)
+    membership, _ = first_generation(rank, port)
     model = nn.Linear(1, 1)
     shards = rota.LogicalShards(model, 4)
     assert len(shards) == 2

@@ -149,7 +149,9 @@ def test_killed_publisher_leaves_the_last_whole_version(rank: Rank, is_publishin
             publisher.publish(version, weights_of(version))
             if version == 5:
                 store.wait(["ready"])
-                threading.Timer(0.02, kill_self).start() if is_publishing else kill_self()
+                if not is_publishing:
+                    kill_self()
+                threading.Timer(0.02, kill_self).start()
     reader = WeightStore(store)
     reader.pull(at_least=5)
     pid = await_death_of_publisher(store)
