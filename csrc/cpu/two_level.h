@@ -24,6 +24,7 @@ class TwoLevel {
       : reducer_(reducer),
         call_(call),
         nodes_(schedule::nodes_of(world_size, call.node_size)),
+        levels_(nodes_.levels(kGranuleElems)),
         rank_(rank) {}
 
   // Returns the number of rounds as Exchange counts them: stages.
@@ -45,15 +46,9 @@ class TwoLevel {
     return row_of(call_.kind).receivers != Ranks::kRoot || nodes_.node_of(call_.root) == node();
   }
 
-  // Ranges begin in the round.
-  Range shard_of(const Range& round, int place) const {
-    return schedule::shard_of_node(nodes_, round.num_elems, place, kGranuleElems);
-  }
-  Range share_of(const Range& round, int node) const {
-    return schedule::share_of_rail(nodes_, round.num_elems, place(), node, kGranuleElems);
-  }
-  static Range in_tensor(const Range& round, const Range& range) {
-    return {round.begin + range.begin, range.num_elems};
+  Range shard_of(const Range& round, int place) const { return levels_.shard_of(round, place); }
+  Range part_of(const Range& round, int node) const {
+    return levels_.part_of(shard_of(round, place()), node);
   }
   // Where a range of a shard lies in a slot, as contributions or sums.
   WirePlace place_of(const Range& range, int owner, std::byte* slot, const Range& round) const {
@@ -86,6 +81,7 @@ class TwoLevel {
   const AnyReducer& reducer_;
   const Call& call_;
   schedule::Nodes nodes_;
+  schedule::Levels levels_;
   int rank_;
   uint64_t partial_bytes_ = 0;  // of a slot, at its beginning
   uint64_t area_bytes_ = 0;     // of each area behind them
@@ -96,7 +92,7 @@ void TwoLevel<AnyReducer>::contribute(const Range& round, std::byte* own_slot) c
   for (int owner = 0; owner < nodes_.node_size; ++owner) {
     if (owner == place()) continue;  // read from the tensor instead
     const Range shard = shard_of(round, owner);
-    reducer_.pack(in_tensor(round, shard), place_of(shard, owner, own_slot, round));
+    reducer_.pack(shard, place_of(shard, owner, own_slot, round));
   }
 }
 
@@ -109,32 +105,31 @@ void TwoLevel<AnyReducer>::sum_in_node(const Range& round, SlotOf slot_of) const
     srcs[i] = i == place() ? kFromTensor
                            : place_of(shard, place(), slot_of(nodes_.rank_at(node(), i)), round);
   }
-  reducer_.sum_to_partial({srcs, static_cast<size_t>(nodes_.node_size)}, in_tensor(round, shard),
-                          slot_of(rank_));
+  reducer_.sum_to_partial({srcs, static_cast<size_t>(nodes_.node_size)}, shard, slot_of(rank_));
 }
 
 template <typename AnyReducer>
 template <typename SlotOf>
 void TwoLevel<AnyReducer>::sum_over_nodes(const Range& round, SlotOf slot_of) const {
-  const Range share = share_of(round, node());
-  const uint64_t begin = share.begin - shard_of(round, place()).begin;
+  const Range part = part_of(round, node());
+  const uint64_t begin = part.begin - shard_of(round, place()).begin;
   const std::byte* partials[kMaxWorldSize / 2];
   for (int i = 0; i < nodes_.num_nodes; ++i) {
     partials[i] = slot_of(nodes_.rank_at(i, place())) + begin * reducer_.hop_bytes();
   }
-  reducer_.sum_partials({partials, static_cast<size_t>(nodes_.num_nodes)}, in_tensor(round, share),
-                        place_of(share, place(), slot_of(rank_), round));
+  reducer_.sum_partials({partials, static_cast<size_t>(nodes_.num_nodes)}, part,
+                        place_of(part, place(), slot_of(rank_), round));
 }
 
 template <typename AnyReducer>
 template <typename SlotOf>
 void TwoLevel<AnyReducer>::spread(const Range& round, int node, SlotOf slot_of) const {
-  const Range share = share_of(round, node);
-  const WirePlace from = place_of(share, place(), slot_of(nodes_.rank_at(node, place())), round);
-  const WirePlace to = place_of(share, place(), slot_of(rank_), round);
-  copy_bytes(to.payload, from.payload, wire().payload_bytes(share.num_elems));
-  copy_bytes(to.scales, from.scales, wire().num_scales(share.num_elems));
-  if (is_receiver(rank_)) reducer_.unpack(to, in_tensor(round, share));
+  const Range part = part_of(round, node);
+  const WirePlace from = place_of(part, place(), slot_of(nodes_.rank_at(node, place())), round);
+  const WirePlace to = place_of(part, place(), slot_of(rank_), round);
+  copy_bytes(to.payload, from.payload, wire().payload_bytes(part.num_elems));
+  copy_bytes(to.scales, from.scales, wire().num_scales(part.num_elems));
+  if (is_receiver(rank_)) reducer_.unpack(to, part);
 }
 
 template <typename AnyReducer>
@@ -187,7 +182,7 @@ uint64_t TwoLevel<AnyReducer>::run(Exchange& exchange) {
       if (!is_receiver(rank_)) return;
       const int owner = nodes_.place_of(peer);
       const Range shard = shard_of(round, owner);
-      reducer_.unpack(place_of(shard, owner, slot_of(peer), round), in_tensor(round, shard));
+      reducer_.unpack(place_of(shard, owner, slot_of(peer), round), shard);
     });
   }
   return schedule::step_of(num_rounds, Stage::kPartial);

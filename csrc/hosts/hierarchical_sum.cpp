@@ -10,18 +10,16 @@
 #include "hosts/local_calls.h"
 #include "hosts/reducers.h"
 #include "hosts/tags.h"
-#include "schedule/chunk.h"
+#include "schedule/levels.h"
 
 namespace rota::hosts {
 namespace {
 
+using schedule::kNumPlaces;
 using schedule::Range;
 
 // The length for all ranks of a host, in the accumulate dtype.
 constexpr uint64_t kSumChunkBytes = 2 << 20;
-// A chunk's memory is used again three chunks later: one is being contributed, one summed, one
-// collected.
-constexpr uint64_t kNumPlaces = 3;
 
 // R: cpu::Reducer or cpu::BucketReducer.
 template <typename R>
@@ -42,7 +40,8 @@ class HierarchicalSum {
                       Bridge::kMaxShortBytes / static_cast<size_t>(num_hosts() - 1)),
         is_direct_(std::is_same_v<R, cpu::Reducer> && !is_short_ && !call.wire.is_block_scaled &&
                    call.wire.dtype == call.dtype),
-        num_rails_(is_short_ ? 1 : bridge.hosts().num_rails()),
+        levels_{is_short_ ? 1 : bridge.hosts().num_rails(), is_short_ ? 1 : num_hosts(),
+                R::kGranuleElems},
         to_tensor_(reducers_.to_tensor(buffers)) {}
 
   bool is_short() const { return is_short_; }
@@ -79,11 +78,48 @@ class HierarchicalSum {
   void run() {
     const cpu::IeeeFloatScope ieee;
     if (is_short_) return num_chunks_ == 0 ? void() : collect(0);
-    for (uint64_t step = 0; step < num_chunks_ + 2; ++step) {
-      if (step < num_chunks_) contribute(step);
-      if (step >= 1 && step <= num_chunks_) reduce(step - 1);
-      if (step >= 2) collect(step - 2);
+    schedule::run_in_steps(*this, num_chunks_);
+  }
+
+  // Sums a chunk within the host, and sends to each other host what it is to sum.
+  void contribute(uint64_t chunk) {
+    Place& place = place_of(chunk);
+    if (is_on_rail()) expect(chunk, place);
+    const Range shard = begin(chunk, place);
+    if (is_on_rail()) send_contributions(chunk, place, shard);
+  }
+
+  // Sums the own part of the own shard over the hosts, and sends them the result.
+  void reduce(uint64_t chunk) {
+    if (!is_on_rail()) return;
+    Place& place = place_of(chunk);
+    bridge_.wait(place.contributing, "contributions");
+    const R reducer = sum_over_hosts(place, own_shard(chunk));
+    const int own = is_short_ ? 0 : bridge_.host();
+    for_each_result(chunk, bridge_.local_rank(), place.results,
+                    [&](int owner, const WirePlace& result, const Range& part) {
+                      if (owner != own || part.num_elems == 0) return;
+                      reducer.reduce(place.contributions.data(), part, {&result, 1});
+                      for (int host = 0; host < num_hosts() && !is_short_; ++host) {
+                        if (host == bridge_.host()) continue;
+                        place.sends.push_back(bridge_.send(result.payload, message_bytes(part),
+                                                           on_rail(host), kResultTag));
+                      }
+                    });
+  }
+
+  // Gathers the results of all rails and writes them to the tensor.
+  void collect(uint64_t chunk) {
+    Place& place = place_of(chunk);
+    bridge_.wait(place.resulting, "results");
+    gather(chunk, place);
+    for (int rail = 0; rail < num_rails() && !is_direct_; ++rail) {
+      for_each_result(chunk, rail, place.results,
+                      [&](int, const WirePlace& result, const Range& part) {
+                        if (part.num_elems > 0) to_tensor_.unpack(result, part);
+                      });
     }
+    bridge_.wait(place.sends, "the network");
   }
 
  private:
@@ -99,7 +135,7 @@ class HierarchicalSum {
   };
 
   int num_hosts() const { return bridge_.hosts().num_hosts(); }
-  int num_rails() const { return num_rails_; }
+  int num_rails() const { return levels_.num_rails; }
   bool is_on_rail() const { return bridge_.local_rank() < num_rails(); }
   int on_rail(int host) const { return bridge_.hosts().rank_at(host, bridge_.local_rank()); }
   size_t elem_bytes() const { return reducers_.elem_bytes(); }
@@ -108,47 +144,31 @@ class HierarchicalSum {
   Range range_of(uint64_t chunk) const {
     return schedule::chunk_of(call_.num_elems, chunk_elems_, chunk);
   }
-  static Range part_of(const Range& whole, int num_parts, int part) {
-    const Range range = schedule::even_shard(whole.num_elems, static_cast<uint64_t>(num_parts),
-                                             static_cast<uint64_t>(part), R::kGranuleElems);
-    return {whole.begin + range.begin, range.num_elems};
-  }
-  // The shard of a chunk that a rail sums, and the part of it that its rank on a host does.
-  Range shard_of(uint64_t chunk, int rail) const {
-    return part_of(range_of(chunk), num_rails(), rail);
-  }
-  Range share_of(uint64_t chunk, int rail, int host) const {
-    const Range shard = shard_of(chunk, rail);
-    return is_short_ ? shard : part_of(shard, num_hosts(), host);
-  }
+  // The shard of a chunk that a rail sums, and the part of the own one that a host's rank does.
+  Range shard_of(uint64_t chunk, int rail) const { return levels_.shard_of(range_of(chunk), rail); }
   Range own_shard(uint64_t chunk) const { return shard_of(chunk, bridge_.local_rank()); }
-  Range share_of(uint64_t chunk, int host) const {
-    return share_of(chunk, bridge_.local_rank(), host);
-  }
+  Range part_of(uint64_t chunk, int host) const { return levels_.part_of(own_shard(chunk), host); }
   size_t message_bytes(const Range& range) const { return call_.wire.num_bytes(range.num_elems); }
   // In a buffer.
   size_t encoded_bytes(const Range& range) const { return Scratch::round_up(message_bytes(range)); }
   size_t result_bytes(const Range& range) const {
     return is_direct_ ? message_bytes(range) : encoded_bytes(range);
   }
-  int num_shares() const { return is_short_ ? 1 : num_hosts(); }
   // The encoded results of one rail.
   size_t rail_bytes(uint64_t chunk, int rail) const {
     size_t num_bytes = 0;
-    for (int share = 0; share < num_shares(); ++share) {
-      num_bytes += result_bytes(share_of(chunk, rail, share));
-    }
+    levels_.for_each_part(shard_of(chunk, rail),
+                          [&](int, const Range& part) { num_bytes += result_bytes(part); });
     return num_bytes;
   }
-  // Calls body(place, range) for each share of a rail's encoded results.
+  // Calls body(host, place, part) for each part of a rail's encoded results; a short sum has one.
   template <typename Body>
-  void for_each_share(uint64_t chunk, int rail, std::byte* results, const Body& body) const {
+  void for_each_result(uint64_t chunk, int rail, std::byte* results, const Body& body) const {
     for (int before = 0; before < rail; ++before) results += rail_bytes(chunk, before);
-    for (int share = 0; share < num_shares(); ++share) {
-      const Range range = share_of(chunk, rail, share);
-      body(share, call_.wire.place(results, range.num_elems), range);
-      results += result_bytes(range);
-    }
+    levels_.for_each_part(shard_of(chunk, rail), [&](int host, const Range& part) {
+      body(host, call_.wire.place(results, part.num_elems), part);
+      results += result_bytes(part);
+    });
   }
 
   // Each place has buffers of its own.
@@ -170,14 +190,6 @@ class HierarchicalSum {
     return reducers_.over_hosts(place.partial, shard, residual_);
   }
 
-  // Sums a chunk within the host, and sends to each other host what it is to sum.
-  void contribute(uint64_t chunk) {
-    Place& place = place_of(chunk);
-    if (is_on_rail()) expect(chunk, place);
-    const Range shard = begin(chunk, place);
-    if (is_on_rail()) send_contributions(chunk, place, shard);
-  }
-
   // Sums a chunk within the host, and returns the own shard of it.
   Range begin(uint64_t chunk, Place& place) {
     const Range shard = is_on_rail() ? own_shard(chunk) : Range{0, 0};
@@ -190,7 +202,7 @@ class HierarchicalSum {
   // A recv is there before its message, so that a message need not wait.
   void expect(uint64_t chunk, Place& place) {
     place.results = results_buffer(chunk);
-    const Range own = share_of(chunk, bridge_.host());
+    const Range own = part_of(chunk, bridge_.host());
     const size_t own_bytes = encoded_bytes(own);
     std::byte* incoming = buffer(chunk, 3, own_bytes * static_cast<size_t>(num_hosts()));
     place.contributions.clear();
@@ -202,12 +214,12 @@ class HierarchicalSum {
       }
       incoming += own_bytes;
     }
-    for_each_share(chunk, bridge_.local_rank(), place.results,
-                   [&](int host, const WirePlace& result, const Range& range) {
-                     if (host == bridge_.host()) return;
-                     place.resulting.push_back(bridge_.recv(result.payload, message_bytes(range),
-                                                            on_rail(host), kResultTag));
-                   });
+    for_each_result(chunk, bridge_.local_rank(), place.results,
+                    [&](int host, const WirePlace& result, const Range& part) {
+                      if (host == bridge_.host()) return;
+                      place.resulting.push_back(bridge_.recv(result.payload, message_bytes(part),
+                                                             on_rail(host), kResultTag));
+                    });
   }
 
   void reduce_scatter(uint64_t chunk, const Place& place, const Range& shard) {
@@ -226,7 +238,7 @@ class HierarchicalSum {
 
   void send_contributions(uint64_t chunk, Place& place, const Range& shard) {
     const R reducer = sum_over_hosts(place, shard);
-    const Range own = share_of(chunk, bridge_.host());
+    const Range own = part_of(chunk, bridge_.host());
     WirePlace& contribution = place.contributions[static_cast<size_t>(bridge_.host())];
     contribution = reducers_.own_contribution(reducer, own, contribution);
     const bool is_plain = cpu::is_from_tensor(contribution);  // goes out as it is
@@ -237,49 +249,16 @@ class HierarchicalSum {
                                            static_cast<size_t>(num_hosts()) * Scratch::kPlaceBytes);
     for (int host = 0; host < num_hosts(); ++host) {
       if (host == bridge_.host()) continue;
-      const Range range = share_of(chunk, host);
-      std::byte* message = place.partial + (range.begin - shard.begin) * elem_bytes();
+      const Range part = part_of(chunk, host);
+      std::byte* message = place.partial + (part.begin - shard.begin) * elem_bytes();
       if (!is_plain) {
         message = outgoing;
-        reducer.pack(range, call_.wire.place(message, range.num_elems));
-        outgoing += encoded_bytes(range);
+        reducer.pack(part, call_.wire.place(message, part.num_elems));
+        outgoing += encoded_bytes(part);
       }
       place.sends.push_back(
-          bridge_.send(message, message_bytes(range), on_rail(host), kContributionTag));
+          bridge_.send(message, message_bytes(part), on_rail(host), kContributionTag));
     }
-  }
-
-  // Sums the own part of the own shard over the hosts, and sends them the result.
-  void reduce(uint64_t chunk) {
-    if (!is_on_rail()) return;
-    Place& place = place_of(chunk);
-    bridge_.wait(place.contributing, "contributions");
-    const R reducer = sum_over_hosts(place, own_shard(chunk));
-    const int own = is_short_ ? 0 : bridge_.host();
-    for_each_share(chunk, bridge_.local_rank(), place.results,
-                   [&](int share, const WirePlace& result, const Range& range) {
-                     if (share != own || range.num_elems == 0) return;
-                     reducer.reduce(place.contributions.data(), range, {&result, 1});
-                     for (int host = 0; host < num_hosts() && !is_short_; ++host) {
-                       if (host == bridge_.host()) continue;
-                       place.sends.push_back(bridge_.send(result.payload, message_bytes(range),
-                                                          on_rail(host), kResultTag));
-                     }
-                   });
-  }
-
-  // Gathers the results of all rails and writes them to the tensor.
-  void collect(uint64_t chunk) {
-    Place& place = place_of(chunk);
-    bridge_.wait(place.resulting, "results");
-    gather(chunk, place);
-    for (int rail = 0; rail < num_rails() && !is_direct_; ++rail) {
-      for_each_share(chunk, rail, place.results,
-                     [&](int, const WirePlace& result, const Range& range) {
-                       if (range.num_elems > 0) to_tensor_.unpack(result, range);
-                     });
-    }
-    bridge_.wait(place.sends, "the network");
   }
 
   void gather(uint64_t chunk, const Place& place) {
@@ -306,7 +285,7 @@ class HierarchicalSum {
   uint64_t num_chunks_;
   bool is_short_;   // every leader sums all of it
   bool is_direct_;  // results are the tensor's bits, and arrive there
-  int num_rails_;
+  const schedule::Levels levels_;
   const R to_tensor_;
   std::array<Place, kNumPlaces> places_;
   WirePlace own_contribution_{};  // of a short sum

@@ -1,10 +1,10 @@
 // An all-reduce in two levels, for ranks that share a host but not a NUMA node. Integers only.
 //
 //   partial   a rank sums its shard of a round over its node's contributions, in the accumulate
-//             dtype; each node cuts a round into as many shards as it has ranks
-//   sum       it sums its share of that shard over the partial sums of its rail, which are the
+//             dtype
+//   sum       it sums its part of that shard over the partial sums of its rail, which are the
 //             ranks at the same place of every node, and rounds the sum
-//   spread    it copies the shard's other shares from its rail
+//   spread    it copies the shard's other parts from its rail
 //   collect   it reads the other shards from its node
 //
 // A node reads (num_nodes-1)/num_nodes * (partial sums + sums) of memory that other nodes wrote:
@@ -14,8 +14,7 @@
 
 #include <cstdint>
 
-#include "base/host_device.h"
-#include "schedule/chunk.h"
+#include "schedule/levels.h"
 
 namespace rota::schedule {
 
@@ -27,26 +26,11 @@ struct Nodes {
   constexpr int node_of(int rank) const { return rank / node_size; }
   constexpr int place_of(int rank) const { return rank % node_size; }
   constexpr int rank_at(int node, int place) const { return node * node_size + place; }
+  constexpr Levels levels(uint64_t granule) const { return {node_size, num_nodes, granule}; }
 };
 
 constexpr Nodes nodes_of(int world_size, int node_size) {
   return {node_size, world_size / node_size};
-}
-
-// What the rank at `place` of each node sums over its node. Ranges begin in the round.
-constexpr Range shard_of_node(const Nodes& nodes, uint64_t round_elems, int place,
-                              uint64_t granule) {
-  return even_shard(round_elems, static_cast<uint64_t>(nodes.node_size),
-                    static_cast<uint64_t>(place), granule);
-}
-
-// What the rail's rank of `node` sums of the shard at its place.
-constexpr Range share_of_rail(const Nodes& nodes, uint64_t round_elems, int place, int node,
-                              uint64_t granule) {
-  const Range shard = shard_of_node(nodes, round_elems, place, granule);
-  const Range share = even_shard(shard.num_elems, static_cast<uint64_t>(nodes.num_nodes),
-                                 static_cast<uint64_t>(node), granule);
-  return {shard.begin + share.begin, share.num_elems};
 }
 
 // A slot: the partial sums of a shard, and then an area for each shard, which lies at the same

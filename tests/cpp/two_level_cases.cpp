@@ -208,9 +208,10 @@ void departure_is_no_failure() {
 
 constexpr std::pair<int, int> kLayouts[] = {{2, 2}, {2, 3}, {4, 2}, {2, 8}, {8, 8}, {2, 32}};
 
-void rounds_fit_in_slots_and_shares_cover_them() {
+void rounds_fit_in_slots_and_parts_cover_them() {
   for (const auto& [num_nodes, node_size] : kLayouts) {
     const schedule::Nodes nodes{node_size, num_nodes};
+    const schedule::Levels levels = nodes.levels(64);
     for (const uint64_t slot_bytes : {uint64_t{4096}, uint64_t{12288}, uint64_t{64 << 10}}) {
       for (const uint64_t wire_bytes : {64, 128, 256, 512, 528, 1032, 2048}) {
         for (const uint64_t hop_bytes : {64, 256, 512, 2048}) {
@@ -221,7 +222,7 @@ void rounds_fit_in_slots_and_shares_cover_them() {
           // Shorter rounds, too, have shards only where there are areas.
           for (uint64_t round = 1; round <= granules * num_areas; ++round) {
             for (int place = 0; place < node_size; ++place) {
-              const schedule::Range shard = schedule::shard_of_node(nodes, 64 * round, place, 64);
+              const schedule::Range shard = levels.shard_of({0, 64 * round}, place);
               if (static_cast<uint64_t>(place) >= num_areas) {
                 check_equal(shard.num_elems, uint64_t{0}, "a shard without an area");
               }
@@ -234,16 +235,16 @@ void rounds_fit_in_slots_and_shares_cover_them() {
     for (const uint64_t num_elems : {0, 1, 63, 64, 65, 1000, 43648}) {
       uint64_t end = 0;
       for (int place = 0; place < node_size; ++place) {
-        const schedule::Range shard = schedule::shard_of_node(nodes, num_elems, place, 64);
+        const schedule::Range shard = levels.shard_of({0, num_elems}, place);
         for (int node = 0; node < num_nodes; ++node) {
-          const schedule::Range share = schedule::share_of_rail(nodes, num_elems, place, node, 64);
-          check(share.num_elems == 0 || share.begin == end, "shares follow each other");
-          check(share.begin % 64 == 0 || share.num_elems == 0, "shares start at granules");
-          end += share.num_elems;
+          const schedule::Range part = levels.part_of(shard, node);
+          check(part.num_elems == 0 || part.begin == end, "parts follow each other");
+          check(part.begin % 64 == 0 || part.num_elems == 0, "parts start at granules");
+          end += part.num_elems;
         }
         check_equal(end, shard.begin + shard.num_elems, "the end of a shard");
       }
-      check_equal(end, num_elems, "the end of the shares");
+      check_equal(end, num_elems, "the end of the parts");
     }
   }
 }
@@ -263,8 +264,9 @@ Crossing bytes_into_node_0(const schedule::Nodes& nodes, uint64_t num_elems, uin
                                              static_cast<uint64_t>(owner), 64)
                             .num_elems;
   };
-  const auto share_of = [&](int place, int node) {
-    return schedule::share_of_rail(nodes, num_elems, place, node, 64).num_elems;
+  const schedule::Levels levels = nodes.levels(64);
+  const auto elems_of = [&](int place, int node) {
+    return levels.part_of(levels.shard_of({0, num_elems}, place), node).num_elems;
   };
   for (int rank = 0; rank < nodes.node_size; ++rank) {
     for (int peer = nodes.node_size; peer < world_size; ++peer) {
@@ -272,8 +274,8 @@ Crossing bytes_into_node_0(const schedule::Nodes& nodes, uint64_t num_elems, uin
       bytes.two_shot += shard_bytes(peer);  // its sum
     }
     for (int node = 1; node < nodes.num_nodes; ++node) {
-      bytes.two_level += hop_bytes * share_of(rank, 0);      // its partial sum
-      bytes.two_level += wire_bytes * share_of(rank, node);  // its sum
+      bytes.two_level += hop_bytes * elems_of(rank, 0);      // its partial sum
+      bytes.two_level += wire_bytes * elems_of(rank, node);  // its sum
     }
   }
   return bytes;
@@ -388,7 +390,7 @@ const CaseTable kCases{
     {"two_level_mixed-2x3", [] { mixed_calls(2, 3, 400); }},
     {"two_level_mixed-4x2", [] { mixed_calls(4, 2, 200); }},
     {"two_level_departure", departure_is_no_failure},
-    {"two_level_rounds", rounds_fit_in_slots_and_shares_cover_them},
+    {"two_level_rounds", rounds_fit_in_slots_and_parts_cover_them},
     {"two_level_crossing", less_crosses_between_nodes},
     {"two_level_orders", blocks_of_an_order_are_the_nodes},
     {"two_level_plan", plan_picks_two_levels_where_bits_and_bytes_allow},

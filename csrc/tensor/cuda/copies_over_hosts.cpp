@@ -4,11 +4,12 @@
 #include <array>
 #include <utility>
 
-#include "schedule/chunk.h"
+#include "schedule/levels.h"
 
 namespace rota::tensors {
 namespace {
 
+using schedule::kNumPlaces;
 using schedule::Range;
 
 constexpr uint64_t kGranuleBytes = 16;
@@ -44,7 +45,7 @@ class AllGather {
         senders_(gpus.bridge()),
         chunk_bytes_(chunk_bytes(senders_.num_places())) {}
 
-  void run() { run_in_steps(*this, schedule::ceil_div(call_.num_bytes(), chunk_bytes_)); }
+  void run() { schedule::run_in_steps(*this, schedule::ceil_div(call_.num_bytes(), chunk_bytes_)); }
 
   void contribute(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
@@ -119,7 +120,7 @@ class Broadcast {
         is_of_root_(gpus.bridge().host() == root_.host),
         chunk_bytes_(chunk_bytes(num_rails()) * num_rails()) {}
 
-  void run() { run_in_steps(*this, schedule::ceil_div(call_.num_bytes(), chunk_bytes_)); }
+  void run() { schedule::run_in_steps(*this, schedule::ceil_div(call_.num_bytes(), chunk_bytes_)); }
 
   void contribute(uint64_t index) {
     Place& place = places_[index % kNumPlaces];

@@ -19,19 +19,6 @@ namespace rota::tensors {
 // measured: it takes GPUs on two hosts.
 inline constexpr uint64_t kDeviceChunkBytes = 32 << 20;
 
-// A chunk's memory is used again three chunks later: one is contributed, one summed, one collected.
-inline constexpr uint64_t kNumPlaces = 3;
-
-// Runs the three steps of each chunk such that, while one chunk is exchanged, others are worked on.
-template <typename Steps>
-void run_in_steps(Steps& steps, uint64_t num_chunks) {
-  for (uint64_t step = 0; step < num_chunks + 2; ++step) {
-    if (step < num_chunks) steps.contribute(step);
-    if (step >= 1 && step <= num_chunks) steps.reduce(step - 1);
-    if (step >= 2) steps.collect(step - 2);
-  }
-}
-
 // One rank of each host, of which this rank is one.
 class RankOfEachHost {
  public:

@@ -5,20 +5,21 @@
 #include <optional>
 #include <utility>
 
-#include "schedule/chunk.h"
+#include "schedule/levels.h"
 #include "tensor/cuda/bucket_memory.h"
 #include "tensor/cuda/level_sums.h"
 
 namespace rota::tensors {
 namespace {
 
+using schedule::kNumPlaces;
 using schedule::Range;
 
 // ---- all_reduce ---------------------------------------------------------------------------------
 
-// A chunk is cut into a shard for each rail, and a shard into a part for each host. The ranks of a
-// host reduce-scatter the shards, those of a rail exchange the parts, sum them and exchange the
-// sums, and those of a host gather the shards.
+// The ranks of a host reduce-scatter the shards, those of a rail exchange the parts, sum them and
+// exchange the sums, and those of a host gather the shards. Between the ranks of a host all shards
+// are as long as the longest.
 class AllReduce {
  public:
   AllReduce(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
@@ -29,42 +30,43 @@ class AllReduce {
         tensor_(tensor),
         residual_(residual),
         stats_(stats),
-        rail_(gpus.is_on_rail() ? gpus.rail() : gpus.partners()) {
-    const uint64_t most_parts = kDeviceChunkBytes / sums_.partial_bytes() / num_parts();
-    chunk_elems_ = std::max(most_parts / kTileElems, uint64_t{1}) * kTileElems * num_parts();
+        rail_(gpus.is_on_rail() ? gpus.rail() : gpus.partners()),
+        levels_{gpus.num_rails(), gpus.hosts().num_hosts(), kTileElems} {
+    const auto num_parts = static_cast<uint64_t>(levels_.num_rails * levels_.num_groups);
+    const uint64_t most_parts = kDeviceChunkBytes / sums_.partial_bytes() / num_parts;
+    chunk_elems_ = std::max(most_parts / kTileElems, uint64_t{1}) * kTileElems * num_parts;
     if (!sums_.is_direct()) {
       memory_.emplace(tensor.device(), schedule::ceil_div(call.num_elems, kTileElems), call.wire);
     }
   }
 
   void run() {
-    run_in_steps(*this, schedule::ceil_div(call_.num_elems, chunk_elems_));
+    schedule::run_in_steps(*this, schedule::ceil_div(call_.num_elems, chunk_elems_));
     if (!memory_) return;
     sums_.decode(*memory_, memory_->wire, tensor_.data_ptr(), call_.num_elems, stats_);
   }
 
   void contribute(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
-    place = {chunk_at(index)};
+    place = {schedule::chunk_of(call_.num_elems, chunk_elems_, index)};
     const at::Tensor partials = sum_locally(place.chunk, contribution(place.chunk));
     if (!gpus_.is_on_rail()) return exchange_nothing(place);
     const size_t own_bytes = sums_.message_bytes(own_part(place.chunk).num_elems);
-    place.messages = gpus_.bytes(own_bytes * num_hosts());
+    place.messages = gpus_.bytes(own_bytes * static_cast<size_t>(levels_.num_groups));
     exchange(place, messages(place.chunk, partials), place.messages, own_bytes,
              /*are_results=*/false);
   }
 
   void reduce(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
-    const Chunk& chunk = place.chunk;
+    const Range& chunk = place.chunk;
     gpus_.engine().finish(call_.kind_name(), place.exchange);
     place.shards = destination(chunk);
     if (!gpus_.is_on_rail()) return exchange_nothing(place);
     const Range own = own_part(chunk);
     if (own.num_elems > 0) sums_.sum(place.messages, rail_, own.num_elems);
     const at::Tensor shard = place.shards.narrow(
-        0, gpus_.bridge().local_rank() * static_cast<int64_t>(shard_bytes(chunk)),
-        static_cast<int64_t>(own_shard_bytes(chunk)));
+        0, gpus_.bridge().local_rank() * shard_bytes(chunk, 0), shard_bytes(chunk, own_rail()));
     exchange(place, place.messages, shard, sums_.message_bytes(own.num_elems),
              /*are_results=*/true);
   }
@@ -78,63 +80,48 @@ class AllReduce {
   }
 
  private:
-  struct Chunk {
-    Range range{0, 0};
-    uint64_t part_elems = 0;  // of each part but the last ones; whole tiles
-  };
   struct Place {
-    Chunk chunk;
+    Range chunk{0, 0};
     at::Tensor messages;  // of the rail, to the own part
     at::Tensor shards;    // of all rails: the results
     DeviceEngine::Exchange exchange;
   };
 
-  uint64_t num_hosts() const { return static_cast<uint64_t>(gpus_.hosts().num_hosts()); }
-  uint64_t num_parts() const { return static_cast<uint64_t>(gpus_.num_rails()) * num_hosts(); }
-  uint64_t own_rail() const { return static_cast<uint64_t>(gpus_.bridge().local_rank()); }
-
-  Chunk chunk_at(uint64_t index) const {
-    const Range range = schedule::chunk_of(call_.num_elems, chunk_elems_, index);
-    return {range, schedule::shard_length(range.num_elems, num_parts(), kTileElems)};
+  int own_rail() const { return gpus_.bridge().local_rank(); }
+  Range own_shard(const Range& chunk) const { return levels_.shard_of(chunk, own_rail()); }
+  // A part belongs to the rank at that position of its rail.
+  Range own_part(const Range& chunk) const {
+    const size_t position = rail_.position_of(gpus_.bridge().host());
+    return levels_.part_of(own_shard(chunk), static_cast<int>(position));
   }
-  uint64_t padded_elems(const Chunk& chunk) const { return num_parts() * chunk.part_elems; }
-  // The part of a rail's shard that its rank at this position owns.
-  Range part_of(const Chunk& chunk, uint64_t rail, uint64_t position) const {
-    const Range part =
-        schedule::chunk_of(chunk.range.num_elems, chunk.part_elems, rail * num_hosts() + position);
-    return {chunk.range.begin + part.begin, part.num_elems};
+  uint64_t padded_elems(const Range& chunk) const {
+    return static_cast<uint64_t>(levels_.num_rails) * levels_.longest_shard(chunk);
   }
-  Range own_part(const Chunk& chunk) const {
-    return part_of(chunk, own_rail(), rail_.position_of(gpus_.bridge().host()));
-  }
-  // The bytes of the shard of a rail that has all its elements, and of the own one.
-  size_t shard_bytes(const Chunk& chunk) const {
-    return num_hosts() * sums_.message_bytes(chunk.part_elems);
-  }
-  size_t own_shard_bytes(const Chunk& chunk) const {
+  // Of the messages of a rail's shard. The first shard is the longest.
+  int64_t shard_bytes(const Range& chunk, int rail) const {
     size_t num_bytes = 0;
-    for (uint64_t i = 0; i < num_hosts(); ++i) {
-      num_bytes += sums_.message_bytes(part_of(chunk, own_rail(), i).num_elems);
-    }
-    return num_bytes;
+    levels_.for_each_part(levels_.shard_of(chunk, rail), [&](int, const Range& part) {
+      num_bytes += sums_.message_bytes(part.num_elems);
+    });
+    return static_cast<int64_t>(num_bytes);
   }
 
-  at::Tensor contribution(const Chunk& chunk) const {
-    const bool is_whole = chunk.range.num_elems == padded_elems(chunk);
+  at::Tensor contribution(const Range& chunk) const {
+    const bool is_whole = chunk.num_elems == padded_elems(chunk);
     // Sums of unequal hosts overwrite it.
     if (sums_.is_plain() && is_whole && gpus_.are_all_on_rails()) {
-      return tensor_.narrow(0, static_cast<int64_t>(chunk.range.begin),
-                            static_cast<int64_t>(chunk.range.num_elems));
+      return tensor_.narrow(0, static_cast<int64_t>(chunk.begin),
+                            static_cast<int64_t>(chunk.num_elems));
     }
     const at::Tensor copy = sums_.partials(padded_elems(chunk));
-    sums_.contribute(data_at(chunk.range.begin), chunk.range.num_elems, copy);
+    sums_.contribute(data_at(chunk.begin), chunk.num_elems, copy);
     return copy;
   }
 
   // The host's sum of the own shard; meaningless on a rank that is on no rail.
-  at::Tensor sum_locally(const Chunk& chunk, const at::Tensor& contribution) const {
+  at::Tensor sum_locally(const Range& chunk, const at::Tensor& contribution) const {
     if (gpus_.bridge().local_size() == 1) return contribution;
-    const uint64_t shard_elems = num_hosts() * chunk.part_elems;
+    const uint64_t shard_elems = levels_.longest_shard(chunk);
     if (gpus_.are_all_on_rails()) {
       const at::Tensor shard = sums_.partials(shard_elems);
       gpus_.reduce_scatter(shard, contribution, sums_.partial_op(), sums_.local_order());
@@ -142,24 +129,24 @@ class AllReduce {
     }
     gpus_.all_reduce(contribution, sums_.partial_op(), sums_.local_order());
     if (!gpus_.is_on_rail()) return contribution;
-    return contribution.narrow(0, static_cast<int64_t>(own_rail() * shard_elems),
+    return contribution.narrow(0, own_rail() * static_cast<int64_t>(shard_elems),
                                static_cast<int64_t>(shard_elems));
   }
 
   // What the ranks of the rail get, of the own shard's sums.
-  at::Tensor messages(const Chunk& chunk, const at::Tensor& partials) const {
-    const auto num_bytes = static_cast<int64_t>(own_shard_bytes(chunk));
+  at::Tensor messages(const Range& chunk, const at::Tensor& partials) const {
+    const int64_t num_bytes = shard_bytes(chunk, own_rail());
     if (sums_.sends_partials()) return partials.view(at::kByte).narrow(0, 0, num_bytes);
-    const at::Tensor encoded = gpus_.bytes(own_shard_bytes(chunk));
+    const at::Tensor encoded = gpus_.bytes(static_cast<uint64_t>(num_bytes));
     auto* message = static_cast<std::byte*>(encoded.data_ptr());
     const auto* sums = static_cast<const std::byte*>(partials.data_ptr());
-    for (uint64_t i = 0; i < num_hosts(); ++i) {
-      const Range part = part_of(chunk, own_rail(), i);
-      if (part.num_elems == 0) break;
-      sums_.encode(sums + i * chunk.part_elems * sums_.partial_bytes(), part.num_elems, message,
-                   residual_ == nullptr ? nullptr : residual_ + part.begin);
+    const Range shard = own_shard(chunk);
+    levels_.for_each_part(shard, [&](int, const Range& part) {
+      if (part.num_elems == 0) return;
+      sums_.encode(sums + (part.begin - shard.begin) * sums_.partial_bytes(), part.num_elems,
+                   message, residual_ == nullptr ? nullptr : residual_ + part.begin);
       message += sums_.message_bytes(part.num_elems);
-    }
+    });
     return encoded;
   }
 
@@ -167,12 +154,11 @@ class AllReduce {
   void exchange(Place& place, const at::Tensor& outgoing, const at::Tensor& incoming,
                 size_t own_bytes, bool are_results) {
     DeviceEngine::Splits to = gpus_.engine().no_splits(), from = to;
-    for (uint64_t i = 0; i < num_hosts(); ++i) {
-      const auto peer = static_cast<size_t>(rail_.ascending()[i]);
+    levels_.for_each_part(own_shard(place.chunk), [&](int position, const Range& part) {
+      const auto peer = static_cast<size_t>(rail_.ascending()[static_cast<size_t>(position)]);
       to[peer] = from[peer] = static_cast<int64_t>(own_bytes);
-      (are_results ? from : to)[peer] =
-          static_cast<int64_t>(sums_.message_bytes(part_of(place.chunk, own_rail(), i).num_elems));
-    }
+      (are_results ? from : to)[peer] = static_cast<int64_t>(sums_.message_bytes(part.num_elems));
+    });
     place.exchange =
         gpus_.engine().start(call_.kind_name(), outgoing, std::move(to), incoming, std::move(from));
   }
@@ -184,35 +170,36 @@ class AllReduce {
   }
 
   // Whether the shards lie in their place without gaps.
-  bool arrives_in_place(const Chunk& chunk) const {
-    return !call_.wire.is_block_scaled && chunk.range.num_elems == padded_elems(chunk);
+  bool arrives_in_place(const Range& chunk) const {
+    return !call_.wire.is_block_scaled && chunk.num_elems == padded_elems(chunk);
   }
   at::Tensor home() const { return memory_ ? memory_->whole : tensor_.view(at::kByte); }
-  at::Tensor destination(const Chunk& chunk) const {
-    const size_t num_bytes = static_cast<size_t>(gpus_.num_rails()) * shard_bytes(chunk);
-    if (!arrives_in_place(chunk)) return gpus_.bytes(num_bytes);
-    return home().narrow(0, static_cast<int64_t>(call_.wire.payload_bytes(chunk.range.begin)),
-                         static_cast<int64_t>(num_bytes));
+  at::Tensor destination(const Range& chunk) const {
+    const int64_t num_bytes = levels_.num_rails * shard_bytes(chunk, 0);
+    if (!arrives_in_place(chunk)) return gpus_.bytes(static_cast<uint64_t>(num_bytes));
+    return home().narrow(0, static_cast<int64_t>(call_.wire.payload_bytes(chunk.begin)), num_bytes);
   }
 
   // Results that have not arrived in their place.
   void take_home(const Place& place) const {
-    const Chunk& chunk = place.chunk;
+    const Range& chunk = place.chunk;
     auto* shards = static_cast<std::byte*>(place.shards.data_ptr());
     auto* begin = static_cast<std::byte*>(home().data_ptr());
     if (!call_.wire.is_block_scaled) {
-      return copy_bytes(tensor_.device(), begin + call_.wire.payload_bytes(chunk.range.begin),
-                        shards, call_.wire.payload_bytes(chunk.range.num_elems));
+      return copy_bytes(tensor_.device(), begin + call_.wire.payload_bytes(chunk.begin), shards,
+                        call_.wire.payload_bytes(chunk.num_elems));
     }
     const WirePlace all = call_.wire.place(begin, in_tiles(call_.num_elems));
-    for (uint64_t i = 0; i < num_parts(); ++i) {
-      const Range part = part_of(chunk, i / num_hosts(), i % num_hosts());
-      const uint64_t num_elems = in_tiles(part.num_elems);
-      const WirePlace to = call_.wire.from(all, part.begin);
-      const WirePlace from =
-          call_.wire.place(shards + i * sums_.message_bytes(chunk.part_elems), num_elems);
-      copy_bytes(tensor_.device(), to.payload, from.payload, call_.wire.payload_bytes(num_elems));
-      copy_bytes(tensor_.device(), to.scales, from.scales, call_.wire.num_scales(num_elems));
+    for (int rail = 0; rail < levels_.num_rails; ++rail) {
+      std::byte* message = shards + rail * shard_bytes(chunk, 0);
+      levels_.for_each_part(levels_.shard_of(chunk, rail), [&](int, const Range& part) {
+        const uint64_t num_elems = in_tiles(part.num_elems);
+        const WirePlace to = call_.wire.from(all, part.begin);
+        const WirePlace from = call_.wire.place(message, num_elems);
+        copy_bytes(tensor_.device(), to.payload, from.payload, call_.wire.payload_bytes(num_elems));
+        copy_bytes(tensor_.device(), to.scales, from.scales, call_.wire.num_scales(num_elems));
+        message += sums_.message_bytes(part.num_elems);
+      });
     }
   }
 
@@ -227,6 +214,7 @@ class AllReduce {
   float* residual_;
   double* stats_;
   const RankOfEachHost rail_;
+  const schedule::Levels levels_;
   uint64_t chunk_elems_;
   std::optional<BucketMemory> memory_;  // unless results are the tensor's bits
   std::array<Place, kNumPlaces> places_;
@@ -251,7 +239,7 @@ class ReduceScatter {
     chunk_elems_ = std::max(most_elems / kTileElems, uint64_t{1}) * kTileElems;
   }
 
-  void run() { run_in_steps(*this, schedule::ceil_div(call_.num_elems, chunk_elems_)); }
+  void run() { schedule::run_in_steps(*this, schedule::ceil_div(call_.num_elems, chunk_elems_)); }
 
   void contribute(uint64_t index) {
     Place& place = places_[index % kNumPlaces];
