@@ -71,7 +71,7 @@ void ProgressQueue::end(bool awaits_left) {
       lock, [&] { return state_->thread == nullptr && (!awaits_left || state_->num_left == 0); });
 }
 
-void ProgressQueue::enqueue(std::function<void()> task) {
+void ProgressQueue::enqueue(std::function<void()>&& task) {
   ProgressThread* borrowed = nullptr;
   {
     const std::lock_guard lock(state_->mutex);

@@ -30,8 +30,8 @@ class ProgressQueue {
   ProgressQueue& operator=(const ProgressQueue&) = delete;
 
   // Borrows a thread if the queue has none. Tasks must not throw. Throws Error(kInternal) once
-  // closed.
-  void enqueue(std::function<void()> task);
+  // closed, and Error(kTransport) if no thread can be had; the task is left to the caller then.
+  void enqueue(std::function<void()>&& task);
 
   // Waits until all queued tasks have ended and their threads are returned. Idempotent. In a forked
   // child, which lacks the threads, it only drops the tasks. Called from a task of this queue, it

@@ -42,16 +42,10 @@ Bridge::Bridge(schedule::Hosts hosts, int rank, std::shared_ptr<Communicator> lo
     : hosts_(std::move(hosts)),
       rank_(rank),
       local_(std::move(local)),
-      engine_(std::move(data), std::move(letters), [this](int peer) { return describe(peer); }),
+      engine_(std::move(data), std::move(letters), hosts_),
       partnered_(hosts_.whose_partner_is(rank)),
       messages_(is_leader() ? static_cast<size_t>(hosts_.num_hosts()) : 0),
-      monitor_(
-          engine_, inbox_, hosts_, *local_, rank, [this](int peer) { return describe(peer); },
-          [this] { return waits_outside_calls(); }, [this](const Error& error) { fail(error); },
-          [this] {
-            const std::lock_guard lock(hook_mutex_);
-            if (failure_hook_) failure_hook_();
-          }) {}
+      monitor_(*this) {}
 
 Bridge::~Bridge() = default;
 
@@ -228,6 +222,11 @@ void Bridge::on_failure(std::function<void()> hook) {
   failure_hook_ = std::move(hook);
 }
 
+void Bridge::run_failure_hook() {
+  const std::lock_guard lock(hook_mutex_);
+  if (failure_hook_) failure_hook_();
+}
+
 void Bridge::await_failure(std::chrono::milliseconds timeout) {
   std::unique_lock lock(failure_mutex_);
   failed_.wait_for(lock, timeout, [this] { return has_failed_; });
@@ -235,10 +234,6 @@ void Bridge::await_failure(std::chrono::milliseconds timeout) {
 
 std::string Bridge::prefix(std::string_view call) const {
   return join("rota.", call, ": rank ", rank_, '/', world_size());
-}
-
-std::string Bridge::describe(int rank) const {
-  return join("rank ", rank, " on host ", hosts_.place_of(rank).host);
 }
 
 }  // namespace rota::hosts

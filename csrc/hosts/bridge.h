@@ -124,8 +124,13 @@ class Bridge {
   }
   // "rota.recv: rank 2/4", the start of a message.
   std::string prefix(std::string_view call) const;
-  // "rank 3 on host 1".
-  std::string describe(int rank) const;
+
+  // ---- for the monitor
+
+  Engine& engine() { return engine_; }
+  // Whether a wait that is no call's may need any rank.
+  bool waits_outside_calls();
+  void run_failure_hook();
 
  private:
   // A leader's call, and whether the ranks of its host agree on it.
@@ -153,8 +158,6 @@ class Bridge {
     return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].data());
   }
   Error mismatch(const Call& call) const;
-  // Whether a wait that is no call's may need any rank.
-  bool waits_outside_calls();
   void end_waits(const Error& error);
 
   schedule::Hosts hosts_;

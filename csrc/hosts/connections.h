@@ -8,6 +8,9 @@
 
 namespace rota::hosts {
 
+// Longer than any job: abort() ends such waits.
+inline constexpr std::chrono::hours kForever{24 * 365};
+
 class Connections {
  public:
   // One that has been started. Errors are a std::exception whose text is the cause.
@@ -17,8 +20,7 @@ class Connections {
     // Blocks until it is done, and returns whether it is. Throws where it has failed, was aborted
     // or the timeout is over; its memory is free from then on.
     virtual bool wait(std::chrono::milliseconds timeout) = 0;
-    // Ends waits for it. From any thread. Throws where these connections cannot; then their own
-    // timeout ends the waits.
+    // Ends waits for it. From any thread. Where these connections cannot, their own timeout does.
     virtual void abort() = 0;
     // The sender of one that is done.
     virtual int source() const = 0;
@@ -33,9 +35,6 @@ class Connections {
   virtual MessageRef recv(void* data, size_t num_bytes, int peer, int tag) = 0;
   virtual MessageRef recv_from_any(void* data, size_t num_bytes, int tag) = 0;
 };
-
-// Longer than any job: for waits that only abort() may end.
-inline constexpr auto kForever = std::chrono::hours(24 * 365);
 
 using ConnectionsPtr = std::shared_ptr<Connections>;
 

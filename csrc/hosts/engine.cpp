@@ -11,7 +11,7 @@ Engine::Transfer Engine::start(const Start& start, int peer) {
     return {start(), peer};
   } catch (const std::exception& failure) {
     throw Error(ErrorKind::kPeerFailed, "rota",
-                join("the connection to ", describe_(peer), " is broken (", failure.what(),
+                join("the connection to ", hosts_.describe(peer), " is broken (", failure.what(),
                      "); restart the job"));
   }
 }
@@ -65,12 +65,12 @@ void Engine::wait(Transfer& transfer, std::chrono::milliseconds timeout, std::st
   } catch (const std::exception& failure) {
     if (Clock::now() - start >= timeout) {
       throw Error(ErrorKind::kTimeout,
-                  join(prefix, " waited ", timeout.count(), " ms for ", describe_(peer), " (",
+                  join(prefix, " waited ", timeout.count(), " ms for ", hosts_.describe(peer), " (",
                        phase, "), the timeout of this call; is it alive?"));
     }
     throw Error(ErrorKind::kPeerFailed, std::string(prefix),
-                join(describe_(peer), " has died or left, or the network is down (", phase, "; ",
-                     failure.what(), "); restart the job"));
+                join(hosts_.describe(peer), " has died or left, or the network is down (", phase,
+                     "; ", failure.what(), "); restart the job"));
   }
 }
 
@@ -87,12 +87,7 @@ std::optional<int> Engine::wait_any(Transfer& transfer) {
 void Engine::abort(const Error& cause) {
   const std::lock_guard lock(mutex_);
   if (!cause_) cause_ = cause;
-  for (const Waiting& waiting : waiting_) {
-    try {
-      waiting.message->abort();
-    } catch (const std::exception&) {  // their own timeout ends the wait
-    }
-  }
+  for (const Waiting& waiting : waiting_) waiting.message->abort();
 }
 
 void Engine::flush(Transfer& transfer, std::chrono::milliseconds timeout) {

@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <cstddef>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -14,6 +13,7 @@
 #include "base/error.h"
 #include "hosts/connections.h"
 #include "hosts/tags.h"
+#include "schedule/hosts.h"
 
 namespace rota::hosts {
 
@@ -43,9 +43,9 @@ class Engine {
   };
 
   // Letters have connections of their own, so that on a slow link no sign of life waits behind
-  // data; they may be the same ones. describe(rank) names a rank in errors.
-  Engine(ConnectionsPtr data, ConnectionsPtr letters, std::function<std::string(int)> describe)
-      : data_(std::move(data)), letters_(std::move(letters)), describe_(std::move(describe)) {}
+  // data; they may be the same ones. hosts: names ranks in errors; outlives this.
+  Engine(ConnectionsPtr data, ConnectionsPtr letters, const schedule::Hosts& hosts)
+      : data_(std::move(data)), letters_(std::move(letters)), hosts_(hosts) {}
 
   // As the connections'. An empty message is not sent. Throws Error(kPeerFailed).
   Transfer send(const void* data, size_t num_bytes, int peer, int tag);
@@ -82,7 +82,7 @@ class Engine {
 
   ConnectionsPtr data_;
   ConnectionsPtr letters_;
-  std::function<std::string(int)> describe_;
+  const schedule::Hosts& hosts_;
 
   mutable std::mutex mutex_;
   // Guarded by it.

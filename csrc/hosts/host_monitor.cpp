@@ -6,7 +6,7 @@
 #include <cstring>
 #include <iostream>
 
-#include "hosts/silence.h"
+#include "hosts/bridge.h"
 #include "hosts/tags.h"
 
 namespace rota::hosts {
@@ -31,26 +31,15 @@ void write_text(Letter& letter, const std::string& text) {
 
 }  // namespace
 
-HostMonitor::HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts,
-                         Communicator& local, int rank, std::function<std::string(int)> describe,
-                         std::function<bool()> waits_outside_calls,
-                         std::function<void(const Error&)> fail,
-                         std::function<void()> after_failure)
-    : engine_(engine),
-      inbox_(inbox),
-      hosts_(hosts),
-      local_(local),
-      rank_(rank),
-      describe_(std::move(describe)),
-      waits_outside_calls_(std::move(waits_outside_calls)),
-      fail_(std::move(fail)),
-      after_failure_(std::move(after_failure)),
-      local_watch_(local.transport(), local.timeout(), nullptr),
-      receivers_(hosts.whose_partner_is(rank)),
-      longest_silence_(hosts::longest_silence()) {
-  const int own_host = hosts.place_of(rank).host;
-  for (int host = 0; host < hosts.num_hosts(); ++host) {
-    if (host != own_host) heard_.emplace(hosts.partner_of(rank, host), Heard{});
+HostMonitor::HostMonitor(Bridge& bridge)
+    : bridge_(bridge),
+      engine_(bridge.engine()),
+      hosts_(bridge.hosts()),
+      local_watch_(bridge.local().transport(), bridge.local().timeout(), nullptr),
+      receivers_(hosts_.whose_partner_is(bridge.rank())) {
+  const int own_host = bridge.host();
+  for (int host = 0; host < hosts_.num_hosts(); ++host) {
+    if (host != own_host) heard_.emplace(hosts_.partner_of(bridge.rank(), host), Heard{});
   }
   local_watch_.begin_call("wait", 0, /*lets_signals_through=*/false);
   *listening_ = std::thread([this] { listen(); });
@@ -77,7 +66,7 @@ void HostMonitor::expect_signs() {
 void HostMonitor::end_call() {
   const uint64_t number = call_.exchange(0);
   completed_.store(number);
-  local_.record_completed_call(number);
+  bridge_.local().record_completed_call(number);
 }
 
 void HostMonitor::post_failure(const Error& error) {
@@ -106,16 +95,16 @@ void HostMonitor::listen() {
 void HostMonitor::take(int sender, const Letter& letter) {
   if (letter.kind == Letter::Kind::kEnvelope) {
     try {
-      return inbox_.deliver(sender, letter.envelope, engine_);
+      return bridge_.inbox().deliver(sender, letter.envelope, engine_);
     } catch (const Error& error) {
-      return fail_(error);
+      return bridge_.fail(error);
     }
   }
   {
     const std::lock_guard lock(mutex_);
     const auto heard = heard_.find(sender);
     if (heard != heard_.end()) {
-      heard->second.silent_for = milliseconds(0);
+      heard->second.silence.end();
       heard->second.has_left |= letter.kind == Letter::Kind::kLeft;
       if (letter.kind == Letter::Kind::kAlive) heard->second.completed = letter.completed;
     }
@@ -126,14 +115,14 @@ void HostMonitor::take(int sender, const Letter& letter) {
     if (letter.kind != Letter::Kind::kFailed || has_failed_) return;
   }
   const std::string text = text_of(letter);
-  fail_(Error(letter.error, prefix(),
-              letter.has_cause != 0 ? text : join(describe_(sender), " failed: ", text)));
+  bridge_.fail(
+      Error(letter.error, prefix(),
+            letter.has_cause != 0 ? text : join(hosts_.describe(sender), " failed: ", text)));
 }
 
 void HostMonitor::watch() {
   pthread_setname_np(pthread_self(), "rota-hosts");
-  auto last = Clock::now();
-  auto next_sign = last;
+  auto next_sign = Clock::now();
   std::unique_lock lock(mutex_);
   while (!is_ending_ || to_post_) {
     const std::optional<Error> news = std::exchange(to_post_, std::nullopt);
@@ -145,7 +134,7 @@ void HostMonitor::watch() {
           .kind = Letter::Kind::kFailed, .error = news->kind(), .has_cause = news->has_cause()};
       write_text(letter, news->told());
       send(letter, kLastWords);
-      after_failure_();
+      bridge_.run_failure_hook();
     } else if (!has_failed) {
       const auto now = Clock::now();
       if (now >= next_sign) {
@@ -153,12 +142,11 @@ void HostMonitor::watch() {
         send({.completed = completed_.load()}, milliseconds(0));
       }
       look_for_deaths();
-      // Where this thread was held up, others may have been, too: it counts what it has seen pass.
-      count_silence(std::min(std::chrono::duration_cast<milliseconds>(now - last), 2 * kTick));
-      last = now;
+      look_for_silence();
       std::optional<Error> error = local_watch_.poll();
       if (!error) error = find_loss();
-      if (error) fail_(*error);
+      if (!error) error = find_overdue();
+      if (error) bridge_.fail(*error);
       if (is_waiting) warn_about_stall();
     }
     lock.lock();
@@ -195,7 +183,7 @@ void HostMonitor::send(const Letter& letter, milliseconds patience) {
 // Those of this host, of whom this rank tells the other hosts. What a rank says of its calls can be
 // read after its death, too.
 void HostMonitor::look_for_deaths() {
-  const transport::Transport& transport = local_.transport();
+  const transport::Transport& transport = bridge_.local().transport();
   for (const int peer : transport.find_dead_peers()) {
     const transport::ControlBlock& control = transport.region(peer).control();
     if (control.departed.load() != 0) continue;
@@ -215,17 +203,17 @@ void HostMonitor::look_for_deaths() {
   }
 }
 
-void HostMonitor::count_silence(milliseconds passed) {
+void HostMonitor::look_for_silence() {
   const std::lock_guard lock(mutex_);
   for (auto& [peer, heard] : heard_) {
     if (!expects_signs_ || heard.has_left) continue;
-    heard.silent_for += passed;
+    heard.silence.look();
   }
 }
 
 std::optional<Error> HostMonitor::find_loss() {
   const uint64_t call = call_.load();
-  const bool waits_outside_calls = call == 0 && waits_outside_calls_();
+  const bool waits_outside_calls = call == 0 && bridge_.waits_outside_calls();
   const auto needs_more_than = [&](uint64_t completed) {
     return waits_outside_calls || call > completed;
   };
@@ -234,12 +222,11 @@ std::optional<Error> HostMonitor::find_loss() {
     if (needs_more_than(dead.completed)) return lost(dead.name + " has died", "restart the job");
   }
   for (const auto& [peer, heard] : heard_) {
-    if (!is_silent(heard)) continue;
+    if (!heard.silence.is_too_long()) continue;
     // What its host has sent before may have been lost on the way.
     const std::vector<int>& its_host = hosts_.ranks_of(hosts_.place_of(peer).host);
     if (!needs_more_than(heard.completed) && !engine_.awaits_any(its_host)) continue;
-    return lost(silence_of(peer, heard),
-                "its host has vanished, or the network between the hosts is down");
+    return lost(join(hosts_.describe(peer), ' ', heard.silence.to_string()), kVanished);
   }
   return std::nullopt;
 }
@@ -249,13 +236,10 @@ std::map<int, std::string> HostMonitor::ended_ranks() {
   const std::lock_guard lock(mutex_);
   for (const auto& [peer, dead] : dead_) ended.emplace(peer, dead.name + " has died");
   for (const auto& [peer, heard] : heard_) {
-    if (is_silent(heard)) ended.emplace(peer, silence_of(peer, heard));
+    if (!heard.silence.is_too_long()) continue;
+    ended.emplace(peer, join(hosts_.describe(peer), ' ', heard.silence.to_string()));
   }
   return ended;
-}
-
-std::string HostMonitor::silence_of(int peer, const Heard& heard) const {
-  return join(describe_(peer), " has given no sign of life for ", heard.silent_for.count(), " ms");
 }
 
 Error HostMonitor::lost(std::string_view what, std::string_view advice) const {
@@ -264,8 +248,18 @@ Error HostMonitor::lost(std::string_view what, std::string_view advice) const {
   return Error(ErrorKind::kPeerFailed, prefix(), join(what, " (", place, "); ", advice));
 }
 
+std::optional<Error> HostMonitor::find_overdue() const {
+  const Inbox::PlaceRef place = bridge_.inbox().overdue();
+  if (!place) return std::nullopt;
+  const auto timeout = std::chrono::duration_cast<milliseconds>(bridge_.local().timeout());
+  return Error(ErrorKind::kTimeout,
+               join(bridge_.prefix("recv"), " waited ", timeout.count(), " ms for ",
+                    place->source == kAnyRank ? "any other rank" : hosts_.describe(place->source),
+                    " (tag ", place->tag, "), the timeout of this call; has it called send?"));
+}
+
 std::string HostMonitor::prefix() const {
-  return join("rota: rank ", rank_, '/', hosts_.world_size());
+  return join("rota: rank ", bridge_.rank(), '/', hosts_.world_size());
 }
 
 void HostMonitor::warn_about_stall() {
@@ -274,8 +268,8 @@ void HostMonitor::warn_about_stall() {
   const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - awaited->since);
   if (waited < kStallAfter) return;
   warned_of_ = awaited->since;
-  std::cerr << join(prefix(), " has waited ", waited.count(), " ms for ", describe_(awaited->peer),
-                    " (", awaited->phase, "); still waiting\n");
+  std::cerr << join(prefix(), " has waited ", waited.count(), " ms for ",
+                    hosts_.describe(awaited->peer), " (", awaited->phase, "); still waiting\n");
 }
 
 }  // namespace rota::hosts

@@ -1,8 +1,8 @@
 // Watches over a group on several hosts while its threads wait for messages, which know nothing of
 // failures elsewhere. One thread sends signs of life, so that a host that vanishes without a word
-// is noticed within 2 s, looks for failures among this host's ranks, carries the reason of any
-// failure to the other hosts, and tells the user for whom a wait has lasted long. The other takes
-// the letters of other hosts.
+// is noticed within 2 s, looks for failures among this host's ranks, and for recvs that have
+// waited too long, carries the reason of any failure to the other hosts, and tells the user for
+// whom a wait has lasted long. The other takes the letters of other hosts.
 //
 // A rank may end without a word once it has done its part of its last call, while others are still
 // in that call. So the news of a death says which call that was, and each rank fails only where it
@@ -17,7 +17,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,21 +30,18 @@
 #include "core/communicator.h"
 #include "core/watch.h"
 #include "hosts/engine.h"
-#include "hosts/inbox.h"
 #include "hosts/letters.h"
+#include "hosts/silence.h"
 #include "schedule/hosts.h"
 
 namespace rota::hosts {
 
+class Bridge;
+
 class HostMonitor {
  public:
-  // All these run in a thread of this. waits_outside_calls(): whether this rank waits for another
-  // outside calls. fail(error): when another rank has failed. after_failure(): once this rank has
-  // failed and has told the other hosts.
-  HostMonitor(Engine& engine, Inbox& inbox, const schedule::Hosts& hosts, Communicator& local,
-              int rank, std::function<std::string(int)> describe,
-              std::function<bool()> waits_outside_calls, std::function<void(const Error&)> fail,
-              std::function<void()> after_failure);
+  // Calls the bridge, which owns it, in threads of its own.
+  explicit HostMonitor(Bridge& bridge);
   // Tells the other hosts that this rank has left, unless it has failed.
   ~HostMonitor();
   HostMonitor(const HostMonitor&) = delete;
@@ -73,7 +69,7 @@ class HostMonitor {
   };
   // A rank that this one hears from.
   struct Heard {
-    std::chrono::milliseconds silent_for{0};
+    Silence silence;
     bool has_left = false;
     uint64_t completed = 0;  // the last call of which it has said that it is done
   };
@@ -88,30 +84,23 @@ class HostMonitor {
   void take(int sender, const Letter& letter);
   void send(const Letter& letter, std::chrono::milliseconds patience);
   void look_for_deaths();
-  void count_silence(std::chrono::milliseconds passed);
+  void look_for_silence();
+  // A recv whose message has not come in time.
+  std::optional<Error> find_overdue() const;
   Error lost(std::string_view what, std::string_view advice) const;
-  bool is_silent(const Heard& heard) const { return heard.silent_for >= longest_silence_; }
-  std::string silence_of(int peer, const Heard& heard) const;
   void warn_about_stall();
   // The start of a message.
   std::string prefix() const;
 
+  Bridge& bridge_;
   Engine& engine_;
-  Inbox& inbox_;
   const schedule::Hosts& hosts_;
-  Communicator& local_;
-  int rank_;
-  std::function<std::string(int)> describe_;
-  std::function<bool()> waits_outside_calls_;
-  std::function<void(const Error&)> fail_;
-  std::function<void()> after_failure_;
-  std::atomic<uint64_t> call_{0};              // in which this rank is; 0: in none
-  std::atomic<uint64_t> completed_{0};         // the last one that it has done its part of
-  Watch local_watch_;                          // the watching thread's own
-  std::vector<int> receivers_;                 // of this rank's letters, for the watching thread
-  std::chrono::milliseconds longest_silence_;  // before a rank counts as lost
-  std::deque<Sent> sent_;                      // of the watching thread
-  Clock::time_point warned_of_{};              // the wait that the user knows of
+  std::atomic<uint64_t> call_{0};       // in which this rank is; 0: in none
+  std::atomic<uint64_t> completed_{0};  // the last one that it has done its part of
+  Watch local_watch_;                   // the watching thread's own
+  std::vector<int> receivers_;          // of this rank's letters, for the watching thread
+  std::deque<Sent> sent_;               // of the watching thread
+  Clock::time_point warned_of_{};       // the wait that the user knows of
 
   std::mutex mutex_;
   // Guarded by it.

@@ -1,7 +1,9 @@
 #include "hosts/inbox.h"
 
 #include <algorithm>
+#include <iterator>
 #include <new>
+#include <utility>
 
 #include "core/watch.h"
 
@@ -35,29 +37,29 @@ void Inbox::deliver(int source, const Envelope& envelope, Engine& engine) {
     return;
   }
   (*place)->arrival = {source, envelope, nullptr};
-  places_.erase(place);
-  changed_->notify_all();
+  remove (*place)();
 }
 
-Inbox::PlaceRef Inbox::enter(int source, int64_t tag) {
-  auto place = std::make_shared<Place>(Place{source, tag, std::nullopt});
+void Inbox::enter(const PlaceRef& place) {
   const std::lock_guard lock(mutex_);
   const auto arrival = std::ranges::find_if(
       arrivals_, [&](const Arrival& one) { return matches(*place, one.source, one.envelope.tag); });
-  if (arrival == arrivals_.end()) {
-    places_.push_back(place);
-  } else {
+  places_.push_back(place);
+  if (arrival != arrivals_.end()) {
     place->arrival = *arrival;
     arrivals_.erase(arrival);
+  } else if (error_) {
+    place->error = error_;
+  } else {
+    return;
   }
-  return place;
+  remove(place)();
 }
 
-std::optional<Inbox::Arrival> Inbox::wait(Place& place, std::chrono::milliseconds patience) {
-  std::unique_lock lock(mutex_);
-  changed_->wait_for(lock, patience, [&] { return place.arrival || error_; });
-  if (!place.arrival && error_) throw *error_;
-  return place.arrival;
+std::function<void()> Inbox::remove(const PlaceRef& place) {
+  std::function<void()> on_end = std::move(place->on_end);
+  places_.remove(place);
+  return on_end;
 }
 
 bool Inbox::is_awaited() const {
@@ -65,21 +67,38 @@ bool Inbox::is_awaited() const {
   return !places_.empty();
 }
 
-bool Inbox::leave(const PlaceRef& place) {
+Inbox::PlaceRef Inbox::overdue() const {
+  const auto now = Clock::now();
   const std::lock_guard lock(mutex_);
-  if (place->arrival) return false;
+  const auto late =
+      std::ranges::find_if(places_, [&](const PlaceRef& one) { return one->deadline <= now; });
+  return late == places_.end() ? nullptr : *late;
+}
+
+std::vector<Inbox::PlaceRef> Inbox::from_any() const {
+  std::vector<PlaceRef> places;
+  const std::lock_guard lock(mutex_);
+  std::ranges::copy_if(places_, std::back_inserter(places),
+                       [](const PlaceRef& one) { return one->source == kAnyRank; });
+  return places;
+}
+
+std::function<void()> Inbox::leave(const PlaceRef& place) {
+  const std::lock_guard lock(mutex_);
   const auto first = std::ranges::find_if(places_, [&](const PlaceRef& one) {
     return one->source == kAnyRank && one->tag == place->tag;
   });
-  if (*first != place) return false;
-  places_.erase(first);
-  return true;
+  return first == places_.end() || *first != place ? nullptr : remove(place);
 }
 
 void Inbox::fail(const Error& error) {
   const std::lock_guard lock(mutex_);
   if (!error_) error_ = error;
-  changed_->notify_all();
+  while (!places_.empty()) {
+    const PlaceRef place = places_.front();
+    place->error = error_;
+    remove(place)();
+  }
 }
 
 }  // namespace rota::hosts

@@ -106,9 +106,7 @@ void JointSetup::wait_for_all(Clock::time_point deadline) {
     }
     poll(nullptr, 0, kStorePollMs);
   }
-  const auto name = [&](size_t rank) {
-    return join("rank ", rank, " on host ", hosts_.place_of(static_cast<int>(rank)).host);
-  };
+  const auto name = [&](size_t rank) { return hosts_.describe(static_cast<int>(rank)); };
   if (failure) {
     fail(failure->error, join(name(static_cast<size_t>(failure->rank)), ": ", failure->text));
   }

@@ -12,9 +12,6 @@ using std::chrono::milliseconds;
 
 // How long a rank that owes nothing may be silent before it is asked for a sign of life.
 constexpr milliseconds kAskAfter{300};
-// Where whoever looks was held up, the thread that takes packets in may have been, too: so much
-// counts at most from one look to the next. As in host_monitor.
-constexpr milliseconds kMaxLook{40};
 // Packets get longer where answers take less than the first, and shorter where they take more than
 // the second; four of the longest take 17 ms at 1 Gbit/s.
 constexpr milliseconds kQuickAnswer{30};
@@ -34,14 +31,12 @@ void refuse(PacketBuffer& answer, const RemoteFailure& failure) {
 
 }  // namespace
 
-WindowPeer::WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve,
-                       milliseconds longest_silence)
+WindowPeer::WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve)
     : connections_(connections),
       rank_(rank),
       tag_(tag),
       name_(std::move(name)),
       serve_(std::move(serve)),
-      longest_silence_(longest_silence),
       waiter_(&sleeping_, {}),
       publisher_(nullptr, {&sleeping_}) {
   busy_.header() = {.kind = WindowPacket::Kind::kBusy};
@@ -156,32 +151,21 @@ void WindowPeer::Call::finish() {
 
 void WindowPeer::lose(const std::string& why) {
   if (!loss_) loss_ = why;
-  if (awaited_) {
-    try {
-      awaited_->abort();
-    } catch (const std::exception&) {  // the engine's own timeout ends it
-    }
-  }
+  if (awaited_) awaited_->abort();
 }
 
 std::optional<std::string> WindowPeer::loss() {
   const std::lock_guard lock(mutex_);
   if (loss_) return loss_;
-  const auto now = Clock::now();
   const uint64_t num_heard = num_heard_.load();
-  const auto passed = std::chrono::duration_cast<milliseconds>(now - last_look_);
-  if (num_heard != num_heard_then_) {
-    num_heard_then_ = num_heard;
-    silent_for_ = milliseconds(0);
-    last_look_ = now;
-  } else if (passed > milliseconds(0)) {
-    silent_for_ += std::min(passed, kMaxLook);
-    last_look_ = now;
+  if (std::exchange(num_heard_then_, num_heard) == num_heard) {
+    silence_.look();
+  } else {
+    silence_.end();
   }
-  if (silent_for_ >= longest_silence_) {
-    lose(join("has given no sign of life for ", silent_for_.count(),
-              " ms; its host has vanished, or the network between the hosts is down"));
-  } else if (silent_for_ > kAskAfter && num_asked_ == num_answered_.load()) {
+  if (silence_.is_too_long()) {
+    lose(join(silence_.to_string(), "; ", kVanished));
+  } else if (silence_.is_longer_than(kAskAfter) && num_asked_ == num_answered_.load()) {
     try {
       send({.kind = WindowPacket::Kind::kPing}, nullptr, {}, nullptr);
     } catch (const std::exception& error) {

@@ -1,6 +1,8 @@
 // A rank on another host, for windows: asks it, and serves what it asks. A thread takes in what it
-// sends; waits for the connections cannot be combined, so each such rank has one. It neither takes
-// part in collectives nor calls Python, and the failure of one rank ends nothing of another.
+// sends, and neither takes part in collectives nor calls Python. The failure of one rank ends
+// nothing of another, so each has a thread of its own: a recv from any rank would stay with the one
+// whose message began first, if its host vanishes then, and so would all behind it
+// (tests/test_gloo_waits.py).
 //
 // Requests are numbered from 1 on, served and answered in their order, and at most kMaxAsked of
 // them are without an answer. So an answer proves that its request has been sent, and request n
@@ -32,6 +34,7 @@
 #include "base/waiter.h"
 #include "core/remote_ranks.h"
 #include "hosts/connections.h"
+#include "hosts/silence.h"
 #include "hosts/window_packet.h"
 
 namespace rota::hosts {
@@ -96,8 +99,7 @@ class WindowPeer {
   };
 
   // name: "rank 3 on host 1", for errors.
-  WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve,
-             std::chrono::milliseconds longest_silence);
+  WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve);
   // Ends the thread; what is on its way may get lost.
   ~WindowPeer();
   WindowPeer(const WindowPeer&) = delete;
@@ -153,7 +155,6 @@ class WindowPeer {
   const int tag_;
   const std::string name_;
   const Serve serve_;
-  const std::chrono::milliseconds longest_silence_;
 
   // Private to this process: the thread publishes, callers wait.
   Flag num_answered_{};
@@ -169,8 +170,7 @@ class WindowPeer {
   size_t packet_bytes_ = kLeastPacketDataBytes;
   uint64_t num_asked_of_other_length_ = 0;  // before packet_bytes_ changed
   std::optional<std::string> loss_;
-  Clock::time_point last_look_{};
-  std::chrono::milliseconds silent_for_{0};
+  Silence silence_;
   uint64_t num_heard_then_ = 0;  // at the last look
   MessageRef awaited_;           // by the thread
   bool is_ending_ = false;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "hosts/silence.h"
 #include "hosts/tags.h"
 
 namespace rota::hosts {
@@ -13,7 +12,6 @@ using std::chrono::milliseconds;
 WindowService::WindowService(ConnectionsPtr connections, schedule::Hosts hosts, int rank,
                              int number)
     : connections_(std::move(connections)), hosts_(std::move(hosts)), rank_(rank) {
-  const milliseconds silence = longest_silence();
   for (int peer = 0; peer < hosts_.world_size(); ++peer) {
     if (hosts_.place_of(peer).host == hosts_.place_of(rank).host) {
       peers_.push_back(nullptr);
@@ -21,8 +19,7 @@ WindowService::WindowService(ConnectionsPtr connections, schedule::Hosts hosts, 
     }
     peers_.push_back(std::make_unique<WindowPeer>(
         *connections_, peer, kFirstWindowTag + number, describe(peer),
-        [this, peer](const WindowPeer::Request& request) { return serve(peer, request); },
-        silence));
+        [this, peer](const WindowPeer::Request& request) { return serve(peer, request); }));
   }
 }
 
@@ -33,10 +30,6 @@ WindowService::~WindowService() {
     std::this_thread::sleep_for(milliseconds(1));
   }
   peers_.clear();
-}
-
-std::string WindowService::describe(int rank) const {
-  return join("rank ", rank, " on host ", hosts_.place_of(rank).host);
 }
 
 bool WindowService::is_usable() {

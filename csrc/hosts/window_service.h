@@ -35,8 +35,7 @@ class WindowService {
   const schedule::Hosts& hosts() const { return hosts_; }
   bool is_remote(int rank) const { return peers_[static_cast<size_t>(rank)] != nullptr; }
   WindowPeer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
-  // "rank 3 on host 1".
-  std::string describe(int rank) const;
+  std::string describe(int rank) const { return hosts_.describe(rank); }
   // Whether no rank is lost; others need another service.
   bool is_usable();
 

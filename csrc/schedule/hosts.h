@@ -46,6 +46,10 @@ class Hosts {
     return ranks_of(host)[static_cast<size_t>(local_rank)];
   }
 
+  // "rank 3 on host 1".
+  std::string describe(int rank) const {
+    return "rank " + std::to_string(rank) + " on host " + std::to_string(place_of(rank).host);
+  }
   // "host 0 'alpha' (ranks 0 1), host 1 'beta' (ranks 2 3)".
   std::string to_string() const {
     std::string text;

@@ -6,6 +6,8 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <future>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -246,9 +248,15 @@ void begin_send(HostRank& rank, Sending& sending, int peer, uint64_t number, siz
 }
 
 void recv_and_check(HostRank& rank, int source, uint64_t number) {
-  hosts::Inbox& inbox = rank.bridge.inbox();
-  const hosts::Inbox::PlaceRef place = inbox.enter(source, static_cast<int64_t>(number));
-  const auto arrival = inbox.wait(*place, kPatience);
+  const auto ended = std::make_shared<std::promise<void>>();
+  const auto place = std::make_shared<hosts::Inbox::Place>(
+      hosts::Inbox::Place{.source = source,
+                          .tag = static_cast<int64_t>(number),
+                          .deadline = hosts::Inbox::Clock::now() + kPatience,
+                          .on_end = [ended] { ended->set_value(); }});
+  rank.bridge.inbox().enter(place);
+  ended->get_future().wait();
+  std::optional<hosts::Inbox::Arrival>& arrival = place->arrival;
   check(arrival.has_value(), "a message came");
   const size_t num_bytes = arrival->envelope.num_bytes();
   std::vector<std::byte> bytes(num_bytes);

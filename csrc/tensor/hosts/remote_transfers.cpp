@@ -1,13 +1,17 @@
 #include "tensor/hosts/remote_transfers.h"
 
+#include <memory>
 #include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "core/call_scope.h"
+#include "core/point_to_point.h"
 #include "cpu/copy.h"
 #include "hosts/tags.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
-#include "tensor/request_work.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
@@ -15,14 +19,6 @@ namespace {
 
 // How often a recv from any rank looks for messages of this host.
 constexpr std::chrono::milliseconds kLookEvery{1};
-
-template <typename T, typename Predicate>
-void take_if(std::list<T>& from, std::list<T>& to, const Predicate& is_taken) {
-  for (auto next = from.begin(); next != from.end();) {
-    const auto one = next++;
-    if (is_taken(*one)) to.splice(to.end(), from, one);
-  }
-}
 
 }  // namespace
 
@@ -47,26 +43,39 @@ class RemoteTransfers::Transfer final : public HostWork {
                              .dtype = static_cast<uint64_t>(movable_dtype(tensor, name(direction))),
                              .num_elems = num_elems(tensor)}} {}
 
-  // What must happen in the order of the calls.
-  void begin() {
+  void begin_send() {
     hosts::Envelope& envelope = letter_.envelope;
-    if (direction_ == Direction::kRecv) {
-      place_ = bridge_.inbox().enter(peer_, envelope.tag);
-      return;
-    }
     envelope.data_tag = hosts::kFirstDataTag + transfers_.num_sends_++ % hosts::kNumDataTags;
     sent_letter_ = bridge_.send(&letter_, sizeof(letter_), peer_, hosts::kLetterTag);
     data_ = bridge_.send(packed_.data(), envelope.num_bytes(), peer_,
                          static_cast<int>(envelope.data_tag));
   }
 
-  void run() {
-    if (direction_ == Direction::kSend) {
-      bridge_.wait_outside(sent_letter_, "send");
-      bridge_.wait_outside(data_, "send");
-    } else if (const auto arrival = peer_ == kAnyRank ? await_any() : await()) {
-      recv(*arrival);
-    }
+  // self: this, which the place keeps until it ends.
+  void begin_recv(c10::intrusive_ptr<Transfer> self) {
+    auto on_end = [this, self = std::move(self)]() mutable { take_up(std::move(self)); };
+    place_ = std::make_shared<hosts::Inbox::Place>(
+        hosts::Inbox::Place{.source = peer_,
+                            .tag = letter_.envelope.tag,
+                            .deadline = Clock::now() + bridge_.timeout(),
+                            .on_end = std::move(on_end)});
+    bridge_.inbox().enter(place_);
+  }
+
+  // A task. It may hold the last reference, and the release of tensors may run what closes the
+  // group, which waits for the tasks behind this one: so its thread leaves the queue first.
+  std::function<void()> ending(c10::intrusive_ptr<Transfer> self) {
+    return [this, self = std::move(self)] {
+      std::exception_ptr exception;
+      try {
+        with_python_errors([this] { finish(); });
+      } catch (...) {
+        exception = std::current_exception();
+      }
+      --transfers_.num_unfinished_;
+      complete(exception);
+      ProgressQueue::leave();
+    };
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
@@ -77,69 +86,76 @@ class RemoteTransfers::Transfer final : public HostWork {
   int sourceRank() const override { return peer_; }
 
  private:
-  hosts::Inbox::Arrival await() {
-    if (const auto arrival = bridge_.inbox().wait(*place_, bridge_.timeout())) return *arrival;
-    fail_of_timeout();
-  }
-
-  // Returns none if a message of this host came first, and has been received.
-  std::optional<hosts::Inbox::Arrival> await_any() {
-    const auto end = Clock::now() + bridge_.timeout();
-    while (Clock::now() < end) {
-      if (const auto arrival = bridge_.inbox().wait(*place_, kLookEvery)) return arrival;
-      if (recv_of_this_host()) return std::nullopt;
+  // In whatever thread ends the place. That of the bridge must not release tensors, for which it
+  // would wait for Python, so the task gets the reference.
+  void take_up(c10::intrusive_ptr<Transfer> self) {
+    try {
+      ask_for_data();
+    } catch (...) {
+      failure_ = std::current_exception();
     }
-    fail_of_timeout();
-  }
-
-  bool recv_of_this_host() {
-    const auto tag = static_cast<uint64_t>(letter_.envelope.tag);
-    RequestRef request;
-    const PackedMessage message(direction_, tensors_[0]);
-    {
-      const GilFreeLock lock(transfers_.any_mutex_);
-      const std::optional<int> sender = bridge_.local().point_to_point().probe(tag);
-      if (!sender || !bridge_.inbox().leave(place_)) return false;
-      request = message.start(bridge_.local(), *sender, tag);
-      peer_ = bridge_.hosts().rank_at(bridge_.host(), *sender);
+    std::function<void()> task = ending(std::move(self));
+    try {
+      transfers_.receiving_.enqueue(std::move(task));
+    } catch (const Error&) {  // no thread can be had
+      failure_ = std::current_exception();
+      task();
     }
-    bridge_.local().point_to_point().wait(*request, CallerThread::kProgress);
-    message.unpack();
-    return true;
   }
 
-  void recv(const hosts::Inbox::Arrival& arrival) {
-    peer_ = arrival.source;
+  // At once, not in its turn: the sender waits for it, and perhaps this rank for the sender.
+  void ask_for_data() {
+    const hosts::Envelope& own = letter_.envelope;
+    if (place_->neighbour) {
+      request_ = bridge_.local().point_to_point().recv(packed_.data(),
+                                                       {.tag = static_cast<uint64_t>(own.tag),
+                                                        .dtype = static_cast<DType>(own.dtype),
+                                                        .num_elems = own.num_elems},
+                                                       *place_->neighbour);
+      peer_ = bridge_.hosts().rank_at(bridge_.host(), *place_->neighbour);
+    } else if (place_->arrival) {
+      peer_ = place_->arrival->source;
+      if (place_->arrival->early) return;
+      // What disagrees is taken in and dropped, so that the sender goes on.
+      const hosts::Envelope& theirs = place_->arrival->envelope;
+      std::byte* to = static_cast<std::byte*>(packed_.data());
+      if (!theirs.has_length_of(own)) {
+        dropped_.resize(theirs.num_bytes());
+        to = dropped_.data();
+      }
+      data_ = bridge_.recv(to, theirs.num_bytes(), peer_, static_cast<int>(theirs.data_tag));
+    }
+  }
+
+  void finish() {
+    if (failure_) std::rethrow_exception(failure_);
+    if (direction_ == Direction::kSend) {
+      bridge_.wait_outside(sent_letter_, "send");
+      bridge_.wait_outside(data_, "send");
+    } else if (request_) {
+      bridge_.local().point_to_point().wait(*request_, CallerThread::kProgress);
+      packed_.unpack();
+    } else if (place_->arrival) {
+      finish_recv(*place_->arrival);
+    } else {
+      throw *place_->error;
+    }
+  }
+
+  void finish_recv(const hosts::Inbox::Arrival& arrival) {
     const hosts::Envelope& theirs = arrival.envelope;
-    const bool is_as_expected = theirs.has_length_of(letter_.envelope);
-    if (arrival.early) {
-      bridge_.wait_outside(arrival.early->transfer, "recv");
-      if (is_as_expected) {
+    bridge_.wait_outside(arrival.early ? arrival.early->transfer : data_, "recv");
+    if (theirs.has_length_of(letter_.envelope)) {
+      if (arrival.early) {
         cpu::copy_bytes(packed_.data(), arrival.early->bytes.data(), theirs.num_bytes());
       }
-    } else {
-      // What disagrees is taken in and dropped, so that the sender goes on.
-      std::vector<std::byte> dropped(is_as_expected ? 0 : theirs.num_bytes());
-      data_ = bridge_.recv(is_as_expected ? packed_.data() : dropped.data(), theirs.num_bytes(),
-                           peer_, static_cast<int>(theirs.data_tag));
-      bridge_.wait_outside(data_, "recv");
+      return packed_.unpack();
     }
-    if (is_as_expected) return packed_.unpack();
     throw Error(ErrorKind::kMismatch,
                 join("rota.recv: ranks disagree: rank ", peer_, " called send(", theirs.to_string(),
                      ", tag ", theirs.tag, "); rank ", bridge_.rank(), " called recv(",
                      letter_.envelope.to_string(), ", tag ", theirs.tag,
                      "); nothing was written: make dtype and number of elements equal"));
-  }
-
-  [[noreturn]] void fail_of_timeout() {
-    const std::string who = peer_ == kAnyRank ? "any other rank" : bridge_.describe(peer_);
-    const Error error(
-        ErrorKind::kTimeout,
-        join(bridge_.prefix("recv"), " waited ", bridge_.timeout().count(), " ms for ", who,
-             " (tag ", letter_.envelope.tag, "), the timeout of this call; has it called send?"));
-    bridge_.fail(error);
-    throw error;
   }
 
   RemoteTransfers& transfers_;
@@ -149,8 +165,12 @@ class RemoteTransfers::Transfer final : public HostWork {
   Packed packed_;
   at::Storage memory_;    // so that it counts as held (heap_tensor.h)
   hosts::Letter letter_;  // of a recv: what it expects
-  hosts::Inbox::PlaceRef place_;
   hosts::Engine::Transfer sent_letter_, data_;
+  // Of a recv.
+  hosts::Inbox::PlaceRef place_;
+  RequestRef request_;              // for a message of this host
+  std::vector<std::byte> dropped_;  // what is not as expected
+  std::exception_ptr failure_;      // of asking for the data
 };
 
 void RemoteTransfers::check(Direction direction, const at::Tensor& tensor, int peer,
@@ -171,53 +191,73 @@ WorkRef RemoteTransfers::start(Direction direction, const at::Tensor& tensor, in
   bridge_.check_usable(name(direction));
   check(direction, tensor, peer, tag);
   const auto transfer = c10::make_intrusive<Transfer>(*this, direction, tensor, peer, tag);
-  transfer->begin();
-  ++num_unfinished_;
-  const auto job = [this, transfer] {
-    std::exception_ptr exception;
-    try {
-      with_python_errors([&] { transfer->run(); });
-    } catch (...) {
-      exception = std::current_exception();
-    }
-    --num_unfinished_;
-    transfer->complete(exception);
-  };
-  // Released without the lock: what they hold may have finalizers.
-  std::list<ProgressQueue> ended;
-  std::list<WorkRef> completed;
-  {
+  WorkRef send_before;  // released without the lock: what it holds may have finalizers
+  if (direction == Direction::kSend) {
+    transfer->begin_send();
     const GilFreeLock lock(mutex_);
-    take_if(threads_, ended, [](const ProgressQueue& thread) { return thread.has_ended(); });
-    take_if(sends_, completed, [](const WorkRef& send) { return send->isCompleted(); });
-    threads_.emplace_back().enqueue(job);
-    if (direction == Direction::kSend) sends_.push_back(transfer);
+    sending_.enqueue(transfer->ending(transfer));
+    ++num_unfinished_;
+    send_before = std::exchange(last_send_, transfer);
+  } else {
+    ++num_unfinished_;
+    transfer->begin_recv(transfer);
+    const GilFreeLock lock(mutex_);
+    if (peer == kAnyRank && !is_looking_) looking_.enqueue([this] { look(); });
+    is_looking_ |= peer == kAnyRank;
   }
   if (mode == Launch::kBlocking) transfer->wait(kNoTimeout);
   return transfer;
 }
 
+// One thread looks for all of them, in the order of their calls, so that the first gets the first
+// message. It ends under the lock with which a call finds out whether there is one.
+void RemoteTransfers::look() {
+  hosts::Inbox& inbox = bridge_.inbox();
+  while (true) {
+    std::vector<hosts::Inbox::PlaceRef> places;
+    {
+      const GilFreeLock lock(mutex_);
+      places = inbox.from_any();
+      is_looking_ = !places.empty();
+      if (!is_looking_) return;
+    }
+    for (const hosts::Inbox::PlaceRef& place : places) {
+      std::optional<int> neighbour;
+      std::optional<Error> error;
+      try {
+        neighbour = bridge_.local().point_to_point().probe(static_cast<uint64_t>(place->tag));
+      } catch (const Error& failure) {
+        error = failure;
+      }
+      if (!neighbour && !error) continue;
+      const std::function<void()> on_end = inbox.leave(place);
+      if (!on_end) continue;
+      place->neighbour = neighbour;
+      place->error = error;
+      on_end();
+    }
+    std::this_thread::sleep_for(kLookEvery);
+  }
+}
+
+// Sends end in the order of their calls.
 void RemoteTransfers::finish_sends() {
-  std::list<WorkRef> sends;
+  WorkRef last;
   {
     const GilFreeLock lock(mutex_);
-    sends.swap(sends_);
+    last = std::exchange(last_send_, nullptr);
   }
-  for (const WorkRef& send : sends) {
-    try {
-      send->wait(kNoTimeout);
-    } catch (const PythonError&) {  // its caller's
-    }
+  if (!last) return;
+  try {
+    last->wait(kNoTimeout);
+  } catch (const PythonError&) {  // its caller's
   }
 }
 
 void RemoteTransfers::close() {
-  std::list<ProgressQueue> threads;
-  {
-    const GilFreeLock lock(mutex_);
-    threads.swap(threads_);
-  }
-  for (ProgressQueue& thread : threads) thread.close();
+  sending_.close();
+  receiving_.close();
+  looking_.close();
 }
 
 }  // namespace rota::tensors

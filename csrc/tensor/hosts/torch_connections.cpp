@@ -38,7 +38,12 @@ class TorchMessage final : public hosts::Connections::Message {
   bool wait(std::chrono::milliseconds timeout) override {
     return with_cause([&] { return work_->wait(timeout); });
   }
-  void abort() override { work_->abort(); }
+  void abort() override {
+    try {
+      work_->abort();
+    } catch (const std::exception&) {  // not every backend can
+    }
+  }
   int source() const override { return work_->sourceRank(); }
 
  private:
