@@ -113,7 +113,7 @@ class Trainee:
         self.scaler = rota.amp.GradScaler(self.hook, enabled=scales)
         self.views = Holder(views_of_other_memory(seed))
         self.state = State(
-            **({"scaler": self.scaler} if scales else {}),
+            scaler=self.scaler,
             hook=self.hook,
             optimizer=self.optimizer,
             scheduler=self.scheduler,

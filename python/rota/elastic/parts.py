@@ -303,7 +303,8 @@ class GradScalerPart(Part):
 
     def regroup(self) -> None:
         # What unscale_() has done in a step that was dropped.
-        _torch.unscaled_by(self.target).clear()
+        if self.target.is_enabled():
+            _torch.unscaled_by(self.target).clear()
 
 
 @torch.no_grad()
