@@ -43,24 +43,28 @@ template <typename Codec, typename Block>
 HOST_DEVICE void all_gather(const Block& block, const Peers& peers, const CollectiveArgs& args) {
   const Links links(block, peers, args);
   const Elements<Codec, Block> elements(block, args);
-  const LinkSet world = links.open(schedule::everyone(links.world_size()));
-  const Shards shards(links, elements, world.ranks);
+  const RankSet everyone = schedule::everyone(links.world_size());
+  const Shards shards(links, elements, everyone);
 
   uint64_t message = 0;
   for (uint64_t i = block.index(); i < args.num_chunks; i += block.num_blocks(), ++message) {
     const Range own = shards.own_chunk(i);
 
-    if (!links.wait(ToSend{world, message})) return;
+    // The links are opened again for each wait, as in one_shot: 64 registers let two blocks share a
+    // multiprocessor.
+    const LinkSet to_peers = links.open(everyone);
+    if (!links.wait(ToSend{to_peers, message})) return;
     elements.copy(own, shards.in_own_shard(elements.own_input(), own), links.world_size(),
                   [&](int index) { return shards.result_place(index, own, message); });
     block.sync();
-    links.publish(world, message);
+    links.publish(to_peers, message);
 
-    if (!links.wait(ToRead{world, message})) return;
+    if (!links.wait(ToRead{links.open(everyone), message})) return;
     shards.collect(i, message);
     block.sync();
-    links.release(world, message);
+    links.release(links.open(everyone), message);
   }
+  const LinkSet world = links.open(everyone);
   links.count_sent(world, message);
   links.count_received(world, message);
 }

@@ -18,20 +18,19 @@ HOST_DEVICE void fill_with_nan(const Block& block, std::byte* begin, size_t num_
   }
 }
 
-// Compute capabilities 8.x and 10.x leave it out: there two_shot of scaled float16 and hierarchical
-// of scaled float8 have no register for it, and check_results() alone keeps results that are not
-// there from use.
-#if defined(__CUDA_ARCH__)
-inline constexpr bool kSpoilsResults = __CUDA_ARCH__ / 100 == 9;
-#else
-inline constexpr bool kSpoilsResults = true;
-#endif
-
 // The chunks of this block alone: other blocks and ranks may have come to their end, with results
 // that are right. All threads of the block call it, after a barrier.
+//
+// It is not inlined, and the compiler does not know which arguments these are. Otherwise it would
+// keep what the sums and this have in common in registers, of which the sums leave none.
 template <typename Block>
-HOST_DEVICE void spoil_results(const Block& block, int rank, const CollectiveArgs& args) {
-  if constexpr (!kSpoilsResults) return;
+HOST_DEVICE __attribute__((noinline)) void spoil_results(const Block& block, int rank,
+                                                         const CollectiveArgs& kernel_args) {
+  const CollectiveArgs* unknown = &kernel_args;
+#if defined(__CUDA_ARCH__)
+  asm("" : "+l"(unknown));
+#endif
+  const CollectiveArgs& args = *unknown;
   if (args.output_floats == OutputFloats::kNone || rank == args.source) return;
   const uint64_t num_elems =
       args.output_floats == OutputFloats::kOneShard ? args.shard_elems : args.num_elems;
