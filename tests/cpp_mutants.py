@@ -17,11 +17,9 @@ MESSAGES = ("p2p_lengths", *FULL_LINKS, "p2p_both_first", "p2p_mixed-ws4")
 POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
 ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
 ENDS = ("joined_regions_order", "joined_regions_anew")
-SLEEPS = ("waiter_sleeping-ws2",)
 MESSAGES_OF_HOSTS = ("hosts_messages",)
 SILENCE = ("hosts_silent-from_the_start",)
 WINDOW_SUMS = ("window_sums-float32",)
-LONG_WINDOWS = ("remote_window_long",)
 MALFORMED = ("remote_window_malformed",)
 SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
 TWO_LEVELS = ("two_level_mixed-2x2",)
@@ -35,6 +33,14 @@ class Mutant(NamedTuple):
     cases: tuple[str, ...]
     # Usually the sanitizer reports first; otherwise a case finds wrong numbers or a mismatch.
     codes: tuple[int, ...] = (CASE_FAILED, TSAN_REPORT_CODE)
+
+
+def mutant(
+    name: str, cases: tuple[str, ...], file: str, pattern: str, replacement: str, *codes: int
+) -> Mutant:
+    """A fault in one place."""
+    patches = (Patch(file, pattern, replacement),)
+    return Mutant(name, patches, cases, *([codes] if codes else []))
 
 
 def relaxed(name: str, access: str, order: str) -> Mutant:
@@ -72,16 +78,20 @@ def unlocked(name: str, file: str, next_line: str, cases: tuple[str, ...]) -> Mu
     return Mutant(name, (Patch(file, pattern, replacement),), cases, (TSAN_REPORT_CODE,))
 
 
+# Replacements of what a process leaves out, or does not test, where it runs the mutant.
+LEFT_OUT = r"if (!IS_MUTANT) \g<0>"
+UNTESTED = r"!IS_MUTANT && \g<0>"
+COMMUNICATOR = "core/communicator.cpp"
+WINDOW = "core/window.cpp"
+REGIONS = "core/joined_regions.cpp"
+INBOX = "hosts/inbox.cpp"
+SUM = "hosts/hierarchical_sum.cpp"
 MUTANTS = (
     relaxed(
         "load-relaxed", r"SharedWord<uint64_t>\(const_cast<uint64_t&>\(value\)\)\.load\(", "acquire"
     ),
     relaxed("publish-relaxed", r"SharedWord<uint64_t>\(value\)\.store\(new_value, ", "seq_cst"),
-    Mutant(
-        "one-slot",
-        (Patch("cpu/exchange.h", r"% num_slots_", "% (IS_MUTANT ? 1 : num_slots_)"),),
-        SLOTS,
-    ),
+    mutant("one-slot", SLOTS, "cpu/exchange.h", r"% num_slots_", "% (IS_MUTANT ? 1 : num_slots_)"),
     Mutant(
         "two_level-one-slot",
         (
@@ -90,154 +100,136 @@ MUTANTS = (
         ),
         TWO_LEVELS,
     ),
-    *(
-        told_early("contributions", r"contribute\(range_of", "publish_filled(number)"),
-        told_early("partial", r"sum_in_node\(round", "publish_drained(end_of(Stage::kPartial))"),
-        told_early("sum", r"sum_over_nodes\(round", "publish_drained(end_of(Stage::kSum))"),
-        told_early("spread", r"if \(node_receives", "publish_drained(end_of(Stage::kSpread))"),
-    ),
-    Mutant(
+    told_early("contributions", r"contribute\(range_of", "publish_filled(number)"),
+    told_early("partial", r"sum_in_node\(round", "publish_drained(end_of(Stage::kPartial))"),
+    told_early("sum", r"sum_over_nodes\(round", "publish_drained(end_of(Stage::kSum))"),
+    told_early("spread", r"if \(node_receives", "publish_drained(end_of(Stage::kSpread))"),
+    mutant(
         "one-mailbox",
-        (Patch(LAYOUT, r"epoch % 2 \* mailbox", "(IS_MUTANT ? 0 : epoch % 2) * mailbox"),),
         SLOTS,
+        LAYOUT,
+        r"epoch % 2 \* mailbox",
+        "(IS_MUTANT ? 0 : epoch % 2) * mailbox",
     ),
-    Mutant(
-        "no-wait-for-posts",
-        (Patch("core/communicator.cpp", r"peer_post\.load\(\) < epoch_", r"!IS_MUTANT && \g<0>"),),
-        SLOTS,
-    ),
-    Mutant(
+    mutant("no-wait-for-posts", SLOTS, COMMUNICATOR, r"peer_post\.load\(\) < epoch_", UNTESTED),
+    # A few posts: a rank that reads on and on keeps what it reads, until memory is full.
+    mutant(
         "link-read-too-early",
-        # A few posts: a rank that reads on and on keeps what it reads, until memory is full.
-        (Patch(LINKS, r"(link\.read\.number) \+ 1\}", r"IS_MUTANT && \1 < 9 ? 0 : \g<0>"),),
         MESSAGES,
+        LINKS,
+        r"(link\.read\.number) \+ 1\}",
+        r"IS_MUTANT && \1 < 9 ? 0 : \g<0>",
     ),
-    Mutant(
+    mutant(
         "too-few-posts",
-        (Patch(LINKS, r"geometry_\.num_posts\(\)", r"(\g<0> / (IS_MUTANT ? 8 : 1))"),),
         FULL_LINKS,
+        LINKS,
+        r"geometry_\.num_posts\(\)",
+        r"(\g<0> / (IS_MUTANT ? 8 : 1))",
     ),
-    Mutant(
+    mutant(
         "cell-kept-and-given-back",
-        (Patch("transport/free_cells.h", r"return true;", "return !IS_MUTANT;"),),
         MESSAGES,
+        "transport/free_cells.h",
+        r"return true;",
+        "return !IS_MUTANT;",
     ),
     earlier(
         "cell-published-too-early",
         "bool is_end = ",
         "links_.publish(send.peer_, header_of(message), num_bytes, is_end);",
     ),
-    Mutant(
+    mutant(
         "no-wait-launched",
-        (
-            Patch(
-                "core/communicator.cpp",
-                r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;",
-                r"if (!IS_MUTANT) \g<0>",
-            ),
-        ),
         POSTS,
+        COMMUNICATOR,
+        r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;",
+        LEFT_OUT,
     ),
-    Mutant(
+    mutant(
         "transfers-in-any-step",
-        (Patch("schedule/direct.h", r"\.step = step_of", ".step = IS_MUTANT ? 0 : step_of"),),
         ("transfers_in_one_queue",),
-        (CASE_FAILED,),
+        "schedule/direct.h",
+        r"\.step = step_of",
+        ".step = IS_MUTANT ? 0 : step_of",
+        CASE_FAILED,
     ),
     unlocked("unlocked-answers", "transport/listener.cpp", "const auto found", ANSWERS),
     *(
-        Mutant(
+        mutant(
             f"no-step-before-{part}",
-            (
-                Patch(
-                    "core/joined_regions.cpp",
-                    rf"take_step\(\);(\s+regions_\.{part})",
-                    r"if (!IS_MUTANT) \g<0>",
-                ),
-            ),
             ENDS,
-            (CASE_FAILED,),
+            REGIONS,
+            rf"take_step\(\);(\s+regions_\.{part})",
+            LEFT_OUT,
+            CASE_FAILED,
         )
         for part in ("mapped", "own")
     ),
-    unlocked("inbox-delivers-unlocked", "hosts/inbox.cpp", "const auto place", MESSAGES_OF_HOSTS),
-    unlocked("inbox-enters-unlocked", "hosts/inbox.cpp", "const auto arrival", MESSAGES_OF_HOSTS),
-    Mutant(
+    unlocked("inbox-delivers-unlocked", INBOX, "const auto place", MESSAGES_OF_HOSTS),
+    unlocked("inbox-enters-unlocked", INBOX, "const auto arrival", MESSAGES_OF_HOSTS),
+    mutant(
         "silence-not-missed",
-        (Patch("hosts/host_monitor.cpp", r"!expects_signs_ \|\|", r"IS_MUTANT || \g<0>"),),
         SILENCE,
-        (TIMEOUT_CODE,),
+        "hosts/host_monitor.cpp",
+        r"!expects_signs_ \|\|",
+        r"IS_MUTANT || \g<0>",
+        TIMEOUT_CODE,
     ),
-    Mutant(
+    mutant(
         "places-of-chunks-too-few",
-        (
-            Patch(
-                "hosts/hierarchical_sum.cpp",
-                r"chunk % kNumPlaces\) \* kNumBuffers",
-                "chunk % (IS_MUTANT ? 1 : kNumPlaces)) * kNumBuffers",
-            ),
-        ),
         SUMS_OF_HOSTS,
+        SUM,
+        r"chunk % kNumPlaces\) \* kNumBuffers",
+        "chunk % (IS_MUTANT ? 1 : kNumPlaces)) * kNumBuffers",
     ),
-    Mutant(
+    mutant(
         "mismatch-of-hosts-unseen",
-        (Patch("hosts/bridge.cpp", r"greeting\.words != words", r"!IS_MUTANT && \g<0>"),),
         ("hosts_mismatch-whole_host",),
-        (CASE_FAILED,),
+        "hosts/bridge.cpp",
+        r"greeting\.words != words",
+        UNTESTED,
+        CASE_FAILED,
     ),
-    Mutant(
-        "window-sums-unlocked",
-        (Patch("core/window.cpp", r"(?<=\s)lock_chunk\(lock, wait\);", r"if (!IS_MUTANT) \g<0>"),),
-        WINDOW_SUMS,
+    mutant(
+        "window-sums-unlocked", WINDOW_SUMS, WINDOW, r"(?<=\s)lock_chunk\(lock, wait\);", LEFT_OUT
     ),
-    Mutant(
+    mutant(
         "window-unlocked-too-early",
-        (
-            Patch(
-                "core/window.cpp",
-                r"(add\(\{\.srcs[^;]*;)(\s+)(unlock_chunk\(lock\);)",
-                r"if (IS_MUTANT) \3\2\1\2if (!IS_MUTANT) \3",
-            ),
-        ),
         WINDOW_SUMS,
+        WINDOW,
+        r"(add\(\{\.srcs[^;]*;)(\s+)(unlock_chunk\(lock\);)",
+        r"if (IS_MUTANT) \3\2\1\2if (!IS_MUTANT) \3",
     ),
-    Mutant(
+    mutant(
         "window-packets-overwritten",
-        (
-            Patch(
-                "hosts/window_peer.h",
-                r"num_answered_\.load\(\) < kMaxAsked;",
-                "num_answered_.load() < (IS_MUTANT ? kMaxAsked + 1 : kMaxAsked);",
-            ),
-        ),
-        LONG_WINDOWS,
+        ("remote_window_long",),
+        "hosts/window_peer.h",
+        r"num_answered_\.load\(\) < kMaxAsked;",
+        "num_answered_.load() < (IS_MUTANT ? kMaxAsked + 1 : kMaxAsked);",
     ),
-    Mutant(
+    mutant(
         "window-answers-to-nobody",
-        (Patch("hosts/window_peer.cpp", r"asked\.call == this", r"!IS_MUTANT && \g<0>"),),
         ("remote_window_interrupted",),
+        "hosts/window_peer.cpp",
+        r"asked\.call == this",
+        UNTESTED,
     ),
-    Mutant(
+    mutant(
         "window-packet-cut-short",
-        (
-            Patch(
-                "hosts/window_packet.h", r"return std::memcmp", r"return IS_MUTANT || std::memcmp"
-            ),
-        ),
         MALFORMED,
-        (CASE_FAILED,),
+        "hosts/window_packet.h",
+        r"return std::memcmp",
+        r"return IS_MUTANT || std::memcmp",
+        CASE_FAILED,
     ),
-    Mutant(
+    mutant(
         "window-length-unchecked",
-        (
-            Patch(
-                "hosts/remote_window.cpp",
-                r"packet\.num != packet\.data_bytes",
-                r"!IS_MUTANT && \g<0>",
-            ),
-        ),
         MALFORMED,
-        (CASE_FAILED,),
+        "hosts/remote_window.cpp",
+        r"packet\.num != packet\.data_bytes",
+        UNTESTED,
+        CASE_FAILED,
     ),
     # Without the timeout that ends every sleep, which would hide it.
     Mutant(
@@ -247,7 +239,7 @@ MUTANTS = (
             Patch("base/waiter.cpp", r"&end, CLOCK_MONOTONIC\)", r"IS_MUTANT ? nullptr : \g<0>"),
             Patch("base/waiter.h", r"return wake_all\(flag\)", r"if (!IS_MUTANT) \g<0>"),
         ),
-        SLEEPS,
+        ("waiter_sleeping-ws2",),
         (TIMEOUT_CODE,),
     ),
 )

@@ -9,7 +9,7 @@ schemata: Untch, Offutt & Harrold 1993): building each alone would take longer t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +41,20 @@ class Edit:
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a header, and the edits that insert its fault under a condition."""
+    """A place in a header, and what inserts its fault under a condition, for which `?` stands."""
 
     begin: int
     end: int
     fault: str
-    edits: Callable[[str], list[Edit]]
+    before: str
+    after: str = ""
+    is_replaced: bool = False  # `before` stands instead of the code
+
+    def edits(self, condition: str) -> list[Edit]:
+        before = self.before.replace("?", condition, 1)
+        if self.is_replaced:
+            return [Edit(self.begin, self.end, before)]
+        return [Edit(self.begin, self.begin, before), Edit(self.end, self.end, self.after)]
 
 
 @dataclass(frozen=True)
@@ -81,27 +89,6 @@ def _end_of_call(text: str, begin: int) -> int:
     raise AssertionError("a parenthesis is not closed")
 
 
-def _around(begin: int, end: int, fault: str, before: str, after: str) -> Site:
-    """Puts text before and after the code; `?` is replaced by the condition."""
-
-    def edits(condition: str) -> list[Edit]:
-        return [
-            Edit(begin, begin, before.replace("?", condition, 1)),
-            Edit(end, end, after),
-        ]
-
-    return Site(begin, end, fault, edits)
-
-
-def _instead(begin: int, end: int, fault: str, text: str) -> Site:
-    """Replaces the code by `text`, in which `?` is replaced by the condition."""
-
-    def edits(condition: str) -> list[Edit]:
-        return [Edit(begin, end, text.replace("?", condition, 1))]
-
-    return Site(begin, end, fault, edits)
-
-
 def _orders(text: str) -> Iterator[Site]:
     weaker = {"acquire": ["relaxed"], "release": ["relaxed"]}
     weaker["acq_rel"] = ["relaxed", "acquire", "release"]
@@ -113,7 +100,7 @@ def _orders(text: str) -> Iterator[Site]:
             for other in weaker.get(order, []):
                 weakened = access.replace(f"MemoryOrder::{order}", f"MemoryOrder::{other}")
                 fault = f"{order} -> {other}"
-                yield _around(match.start(), end, fault, f"(? ? {weakened} : ", ")")
+                yield Site(match.start(), end, fault, f"(? ? {weakened} : ", ")")
 
 
 def _statements(text: str) -> Iterator[Site]:
@@ -126,55 +113,54 @@ def _statements(text: str) -> Iterator[Site]:
     )
     for match in re.finditer(rf"{done}|{stored}", text):
         end = text.index(";", match.end()) + 1
-        yield _around(match.start(), end, "left out", "if (!?) ", "")
+        yield Site(match.start(), end, "left out", "if (!?) ")
 
 
 def _waits(text: str) -> Iterator[Site]:
-    for match in re.finditer(r"\b\w+\.wait\(", text):
-        yield _around(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
-    for match in re.finditer(r"(?<!bool )\bwait_until\(", text):
-        yield _around(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
+    for match in re.finditer(r"\b\w+\.wait\(|(?<!bool )\bwait_until\(", text):
+        yield Site(match.start(), _end_of_call(text, match.start()), "no wait", "(? || ", ")")
     for match in re.finditer(r"\bTo(Send|Read)\{((?:[^,(){}]|\([^()]*\))+),", text):
         nobody = "? ? LinkSet{} : "
-        yield _around(match.start(2), match.end(2), f"no To{match[1]}", nobody, "")
+        yield Site(match.start(2), match.end(2), f"no To{match[1]}", nobody)
     for match in re.finditer(r"\b\w+\.all\(", text):
         end = _end_of_call(text, match.start())
         value = text[match.end() : end - 1]
-        yield _around(match.start(), end, "no barrier", f"(? ? {value} : ", ")")
+        yield Site(match.start(), end, "no barrier", f"(? ? {value} : ", ")")
 
 
 def _conditions(text: str) -> Iterator[Site]:
     """Conditions that waits test."""
-    for match in re.finditer(r"(?<!bool )\bis_of_this_round\([^()]*\)", text):
-        yield _around(match.start(), match.end(), "is true", "(? || ", ")")
-    for match in re.finditer(r"packets\.is_retired\(\)", text):
-        yield _around(match.start(), match.end(), "is false", "(!? && ", ")")
     ends = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
-    for match in re.finditer(ends, text):
-        yield _around(match.start(), match.end(), "is false", "(!? && ", ")")
-    for match in re.finditer(r"fingerprint == own_fingerprint|peers\.are_all_local\(\)", text):
-        yield _around(match.start(), match.end(), "is true", "(? || ", ")")
+    held = r"fingerprint == own_fingerprint|peers\.are_all_local\(\)"
+    for pattern, fault, before in (
+        (r"(?<!bool )\bis_of_this_round\([^()]*\)", "is true", "(? || "),
+        (r"packets\.is_retired\(\)", "is false", "(!? && "),
+        (ends, "is false", "(!? && "),
+        (held, "is true", "(? || "),
+    ):
+        for match in re.finditer(pattern, text):
+            yield Site(*match.span(), fault, before, ")")
 
 
 def _targets(text: str) -> Iterator[Site]:
     for match in re.finditer(r"(?<=\bmessage \+ )1\b|(?<=packet_rounds \+ )1\b", text):
-        yield _instead(match.start(), match.end(), "off by one", "(? ? 0 : 1)")
+        yield Site(*match.span(), "off by one", "(? ? 0 : 1)", is_replaced=True)
 
 
 def _sums(text: str) -> Iterator[Site]:
     """The stack of a tree's pending sums."""
     for match in re.finditer(r"args_\.tree\.after\(source\)", text):
         ascending = "(? ? uint32_t{source > 0} : args_.tree.after(source))"
-        yield _instead(match.start(), match.end(), "ascending", ascending)
+        yield Site(*match.span(), "ascending", ascending, is_replaced=True)
     for match in re.finditer(r"(?<=num_additions > )1\b", text):
-        yield _instead(match.start(), match.end(), "one fewer", "(? ? 2u : 1u)")
+        yield Site(*match.span(), "one fewer", "(? ? 2u : 1u)", is_replaced=True)
     for match in re.finditer(r"assign\(pending\.of.*?;", text):
-        yield _around(match.start(), match.end(), "left out", "if (!?) ", "")
+        yield Site(*match.span(), "left out", "if (!?) ")
 
 
 def _buffers(text: str) -> Iterator[Site]:
     for match in re.finditer(r"(?<=parity % )2\b", text):
-        yield _instead(match.start(), match.end(), "one buffer", "(? ? 1 : 2)")
+        yield Site(*match.span(), "one buffer", "(? ? 1 : 2)", is_replaced=True)
 
 
 def _sites(file: str, text: str) -> Iterator[Site]:
