@@ -146,37 +146,6 @@ def test_kernel_of_torch_fails_by_name(processes: SimulatedProcesses) -> None:
     assert "CUDAFunctor_add<float>" in text
 
 
-def train(device: str) -> list[float]:
-    """Returns losses; uses attention, mixed precision, clipping and a multi-tensor optimizer."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
-        torch.nn.Linear(16, 4),
-    )
-    inputs, targets = torch.randn(8, 5, 16), torch.randint(0, 4, (8, 5))
-    model = model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler(device)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        logits = model(inputs.to(device))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return losses
-
-
-def test_torch_trains_a_model_as_on_the_cpu(processes: SimulatedProcesses) -> None:
-    on_gpu = processes.run(train, "cuda", SIMULATED_GPU_TORCH_OPERATORS="1")
-    # On the GPU, attention is composed of other operators, with other roundings.
-    assert on_gpu == pytest.approx(processes.run(train, "cpu"), rel=1e-5)
-
-
 # ---- processes -----------------------------------------------------------------------------------
 
 

@@ -22,22 +22,10 @@ import torch.distributed as dist
 
 import rota
 from ranks import error_of
-from rota.gpu import GradientBucket, LocalGroup
+from rota.gpu import LocalGroup
 from simulated_processes import SimulatedProcesses, cuda_runtime, init_group
 
-ALGORITHMS = (
-    "low_latency",
-    "one_shot",
-    "two_shot",
-    "two_shot_in_place",
-    "ordered_ring",
-    "ring",
-    "hierarchical",
-)
 WORLD_SIZE = 4
-needs_local_group = pytest.mark.skipif(
-    not hasattr(rota, "LocalGroup"), reason="this rota has no LocalGroup"
-)
 
 
 def count_kernels() -> tuple[int, int]:
@@ -60,48 +48,6 @@ def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]
         torch.randint(-9, 10, (num_elems,), generator=generator).to(dtype)
         for _ in range(WORLD_SIZE)
     ]
-
-
-def all_reduce_in_one_process(algorithm: str) -> None:
-    group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
-    group_size = 2 if algorithm == "hierarchical" else None
-    sizes = (1, 511) if algorithm == "low_latency" else (1, 1023, 4096)
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        for num_elems in sizes:
-            contributions = make_contributions(num_elems, dtype)
-            tensors = [contribution.to("cuda") for contribution in contributions]
-            group.all_reduce(tensors, algorithm=algorithm, group_size=group_size)
-            for tensor in tensors:
-                assert torch.equal(tensor.cpu(), sum(contributions)), (dtype, num_elems)
-
-
-@needs_local_group
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_ranks_of_one_process_reduce(processes: SimulatedProcesses, algorithm: str) -> None:
-    processes.run(all_reduce_in_one_process, algorithm)
-
-
-def replay_all_reduce() -> None:
-    group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
-    contributions = make_contributions(1000, torch.float32)
-    sources = [contribution.to("cuda") for contribution in contributions]
-    tensors = [torch.empty_like(source) for source in sources]
-    group.all_reduce([source.clone() for source in sources])  # connects, and loads kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for tensor, source in zip(tensors, sources, strict=True):
-            tensor.copy_(source)
-        group.all_reduce(tensors)
-    for _ in range(3):
-        graph.replay()
-        for tensor in tensors:
-            assert torch.equal(tensor.cpu(), sum(contributions))
-            tensor.zero_()
-
-
-@needs_local_group
-def test_captured_all_reduce_can_be_replayed(processes: SimulatedProcesses) -> None:
-    processes.run(replay_all_reduce)
 
 
 def types_of_captured_nodes(body: Callable[[], object]) -> list[int]:
@@ -136,7 +82,6 @@ def nodes_of_local_all_reduces() -> list[int]:
     return types_of_captured_nodes(three_times)
 
 
-@needs_local_group
 def test_all_ranks_of_one_process_are_one_kernel(processes: SimulatedProcesses) -> None:
     assert processes.run(nodes_of_local_all_reduces) == [KERNEL] * 3 + [WAIT, RECORD]
 
@@ -197,7 +142,6 @@ def reduce_in_two_full_groups(is_captured: bool) -> None:
                 assert torch.equal(tensor.cpu(), sum(contributions))
 
 
-@needs_local_group
 @pytest.mark.parametrize("is_captured", [False, True], ids=["direct", "captured"])
 def test_two_groups_that_each_fill_the_device_do_not_hold_each_other_up(
     processes: SimulatedProcesses, is_captured: bool
@@ -214,33 +158,10 @@ def make_local_group() -> str:
     return str(raised.value)
 
 
-@needs_local_group
 def test_local_group_refuses_a_gpu_that_starts_no_grid_as_a_whole(
     processes: SimulatedProcesses,
 ) -> None:
     assert "cooperative" in processes.run(make_local_group, SIMULATED_GPU_COOPERATIVE_LAUNCH="0")
-
-
-def pack_and_unpack() -> None:
-    gradients = [torch.randn(num_elems) for num_elems in (1, 511, 5000)]
-    halved = [gradient.half().float() for gradient in gradients]
-    on_device = [gradient.to("cuda") for gradient in gradients]
-    bucket = GradientBucket(on_device, wire_dtype=torch.float16, block_scaling=False)
-    bucket.pack()
-    for gradient in on_device:
-        gradient.zero_()
-    bucket.unpack()
-    for gradient, expected in zip(on_device, halved, strict=True):
-        assert torch.equal(gradient.cpu(), expected)
-    num_non_finite, squares = bucket.stats.cpu().tolist()
-    assert num_non_finite == 0
-    expected_squares = sum(half.double().square().sum().item() for half in halved)
-    assert squares == pytest.approx(expected_squares, rel=1e-12)  # another order of additions
-
-
-@needs_local_group
-def test_gradients_are_packed_and_unpacked(processes: SimulatedProcesses) -> None:
-    processes.run(pack_and_unpack)
 
 
 # ---- memory and streams that end -----------------------------------------------------------------
@@ -332,7 +253,6 @@ def reduce_on_recycled_stream() -> None:
         assert tensor.cpu().eq(WORLD_SIZE).all()
 
 
-@needs_local_group
 def test_stream_with_the_handle_of_a_destroyed_one_waits_for_that(
     processes: SimulatedProcesses,
 ) -> None:
@@ -390,7 +310,6 @@ def replay_without_group() -> None:
         assert torch.cuda.mem_get_info()[0] > num_free, "what the graph has kept is not freed"
 
 
-@needs_local_group
 def test_graph_of_a_group_that_is_gone_touches_no_freed_memory(
     processes: SimulatedProcesses,
 ) -> None:
@@ -428,7 +347,6 @@ def drop_local_group_behind_python() -> None:
     del group
 
 
-@needs_local_group
 @pytest.mark.parametrize("wait", [connect_behind_python, drop_local_group_behind_python])
 def test_nobody_waits_for_the_gpu_with_the_lock_of_the_interpreter(
     processes: SimulatedProcesses, wait: Callable[[], None]

@@ -172,16 +172,3 @@ extern "C" cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
     if (num_dependencies != nullptr) *num_dependencies = stream.frontier.size();
   });
 }
-
-extern "C" cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t handle,
-                                                           cudaGraphNode_t* nodes,
-                                                           const cudaGraphEdgeData*,
-                                                           size_t num_nodes, unsigned flags) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    Stream& stream = stream_of(handle);
-    require(stream.capture != nullptr, cudaErrorIllegalState);
-    if (flags == cudaStreamSetCaptureDependencies) stream.frontier.clear();
-    join_capture(stream, stream.capture, {nodes, nodes + num_nodes});
-  });
-}

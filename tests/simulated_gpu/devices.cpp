@@ -229,10 +229,6 @@ extern "C" cudaError_t cudaSetDevice(int device) {
   });
 }
 
-extern "C" cudaError_t cudaInitDevice(int device, unsigned, unsigned) {
-  return call([&] { check_device(device); });
-}
-
 extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return call([&] {
     check_device(device);
@@ -298,6 +294,5 @@ extern "C" cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   });
 }
 
-extern "C" cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
 extern "C" cudaError_t cudaProfilerStart() { return cudaSuccess; }
 extern "C" cudaError_t cudaProfilerStop() { return cudaSuccess; }

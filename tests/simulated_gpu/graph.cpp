@@ -136,13 +136,6 @@ extern "C" cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cuda
   });
 }
 
-extern "C" cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
-                                            unsigned long long flags) {
-  return cudaGraphInstantiateWithFlags(exec, graph, flags);
-}
-
-extern "C" cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
-
 extern "C" cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
   return call([&] {
     const std::lock_guard guard(runtime_mutex());
@@ -164,10 +157,6 @@ extern "C" cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
     const std::lock_guard guard(runtime_mutex());
     delete &exec_of(exec);
   });
-}
-
-extern "C" cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) {
-  return call([&] { *graph = handle_of(new Graph); });
 }
 
 extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

@@ -267,24 +267,10 @@ extern "C" cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority)
   });
 }
 
-extern "C" cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    *flags = stream_of(handle).flags();
-  });
-}
-
 extern "C" cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
   return call([&] {
     const std::lock_guard guard(runtime_mutex());
     *id = stream_of(handle).id();
-  });
-}
-
-extern "C" cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    *device = stream_of(handle).device();
   });
 }
 

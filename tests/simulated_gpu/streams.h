@@ -27,7 +27,6 @@ class Stream {
   ~Stream();
 
   int device() const { return device_; }
-  unsigned flags() const { return flags_; }
   int priority() const { return priority_; }
   unsigned long long id() const { return id_; }
   bool is_default() const { return is_default_; }
