@@ -16,7 +16,6 @@ COMMON = ("main", "reference", "numbers", "calls", "ranks", "memory_network", "h
 THREAD_CASES = (
     "collectives_cases",
     "sequences_cases",
-    "two_level_cases",
     "failures_cases",
     "waiter_cases",
     "core_sharing_cases",
@@ -38,6 +37,7 @@ OTHER_CASES = (
     "layout_cases",
     "links_cases",
     "hosts_cases",
+    "two_level_cases",
     "launch_plan_cases",
     "launch_refusals_cases",
     "tuning_cases",

@@ -17,8 +17,6 @@
 #include "check.h"
 #include "core/plan.h"
 #include "host_ranks.h"
-#include "hosts/joint_setup.h"
-#include "memory_store.h"
 
 namespace rota::test {
 namespace {
@@ -112,12 +110,12 @@ void tensor_is_free_after_call(CollectiveKind kind) {
   });
 }
 
-// From rank first_odd on they make another call: every rank gets an error that names both, and the
+// One host makes another call: every rank gets an error that names both, and the
 // group goes on.
-void mismatch_is_an_error_on_all_hosts(int first_odd) {
+void mismatch_is_an_error_on_all_hosts() {
   run_on_hosts(kTwoByTwo, [&](HostRank& rank) {
     for (uint64_t seed = 0; seed < 10; ++seed) {
-      const TestCall call{.num_elems = rank.rank() >= first_odd ? uint64_t{11} : uint64_t{10}};
+      const TestCall call{.num_elems = rank.rank() >= 2 ? uint64_t{11} : uint64_t{10}};
       const Error error =
           expect_error(ErrorKind::kMismatch, [&] { call_over_hosts(rank, call, seed); });
       check_contains(error.what(), "float32[10]");
@@ -154,48 +152,18 @@ void abort_at_any_moment(int num_groups) {
   }
 }
 
-// The rank that waited for it says so first, and all others hear of that.
-void absent_rank_is_a_timeout_on_all_hosts() {
-  std::atomic<int> num_failed{0};
-  std::atomic<bool> has_begun{false};
-  run_on_hosts(kTwoByTwo,
-               [&](HostRank& rank) {
-                 rank.barrier();
-                 if (rank.rank() == 3) {
-                   while (num_failed < 3) usleep(1000);
-                   return;
-                 }
-                 // Rank 2 alone waits for rank 3, so its time must end first.
-                 if (rank.rank() == 2) has_begun = true;
-                 while (!has_begun) usleep(1000);
-                 if (rank.rank() != 2) std::this_thread::sleep_for(milliseconds(1000));
-                 const Error error = expect_error(ErrorKind::kTimeout, [&] { rank.barrier(); });
-                 ++num_failed;
-                 check_contains(error.what(), "is rank 3 alive?");
-               },
-               {{.timeout = milliseconds(2000)}});
-}
-
-// Also where it has given no sign of life at all.
-void silent_host_is_lost(bool is_silent_from_the_start) {
+void silent_host_is_lost() {
   setenv("ROTA_HOST_SILENCE_MS", "700", 1);
-  HostsOptions options;
-  if (is_silent_from_the_start) options.cut_off = 2;
   constexpr int kHosts[] = {0, 0, 1};
-  run_on_hosts(
-      kHosts,
-      [&](HostRank& rank) {
-        if (!is_silent_from_the_start) {
-          rank.barrier();
-          if (rank.rank() == 2) rank.cut_off();
-        }
-        const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
-          while (true) rank.barrier();
-        });
-        check_contains(error.what(), "has given no sign of life");
-        if (rank.rank() < 2) check_contains(error.what(), "rank 2 on host 1");
-      },
-      options);
+  run_on_hosts(kHosts,
+               [&](HostRank& rank) {
+                 const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
+                   while (true) rank.barrier();
+                 });
+                 check_contains(error.what(), "has given no sign of life");
+                 if (rank.rank() < 2) check_contains(error.what(), "rank 2 on host 1");
+               },
+               {.cut_off = 2});
   unsetenv("ROTA_HOST_SILENCE_MS");
 }
 
@@ -298,40 +266,6 @@ void messages_beside_collectives() {
   });
 }
 
-// ---- the steps in which hosts connect ----
-
-void joint_steps(const std::function<std::string(int rank, int step)>& body, ErrorKind expected,
-                 const std::string& text) {
-  const std::string ids[] = {"alpha", "alpha", "beta"};
-  const schedule::Hosts hosts(ids);
-  MemoryStore store;
-  run_threads(3, [&](int rank) {
-    hosts::JointSetup setup(store, hosts, rank, milliseconds(500), [] {});
-    setup.step([&] { return body(rank, 0); });
-    const auto second = [&] { setup.step([&] { return body(rank, 1); }); };
-    if (expected == ErrorKind::kNone) return second();
-    check_contains(expect_error(expected, second).what(), text);
-  });
-}
-
-void joint_steps_succeed() {
-  joint_steps([](int, int step) { return join("settings ", step); }, ErrorKind::kNone, "");
-}
-
-void joint_step_that_fails_on_one_rank() {
-  joint_steps(
-      [](int rank, int step) -> std::string {
-        if (rank == 1 && step == 1) throw Error(ErrorKind::kValue, "rota: no such engine");
-        return "";
-      },
-      ErrorKind::kValue, "rank 1 on host 0: no such engine");
-}
-
-void joint_step_with_different_settings() {
-  joint_steps([](int rank, int step) { return join("engine=", rank == 2 ? step : 0); },
-              ErrorKind::kMismatch, "rank 2 on host 1 has engine=1");
-}
-
 const CaseTable kCases{
     {"hosts_mixed_calls-2x2", [] { mixed_calls(kTwoByTwo, 150); }},
     {"hosts_mixed_calls-uneven", [] { mixed_calls(kUneven, 80); }},
@@ -350,17 +284,11 @@ const CaseTable kCases{
     {"hosts_short_sums", [] { short_sums(kThreeHosts); }},
     {"hosts_free_tensor-all_reduce", [] { tensor_is_free_after_call(CollectiveKind::kAllReduce); }},
     {"hosts_free_tensor-all_gather", [] { tensor_is_free_after_call(CollectiveKind::kAllGather); }},
-    {"hosts_mismatch", [] { mismatch_is_an_error_on_all_hosts(3); }},
-    {"hosts_mismatch-whole_host", [] { mismatch_is_an_error_on_all_hosts(2); }},
+    {"hosts_mismatch-whole_host", mismatch_is_an_error_on_all_hosts},
     {"hosts_abort", [] { abort_at_any_moment(20); }},
-    {"hosts_absent_rank", absent_rank_is_a_timeout_on_all_hosts},
-    {"hosts_silent", [] { silent_host_is_lost(false); }},
-    {"hosts_silent-from_the_start", [] { silent_host_is_lost(true); }},
+    {"hosts_silent-from_the_start", silent_host_is_lost},
     {"hosts_hook", hook_ends_other_waits},
     {"hosts_messages", messages_beside_collectives},
-    {"joint_steps", joint_steps_succeed},
-    {"joint_steps-failure", joint_step_that_fails_on_one_rank},
-    {"joint_steps-mismatch", joint_step_with_different_settings},
 };
 
 }  // namespace

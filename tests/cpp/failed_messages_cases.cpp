@@ -42,92 +42,22 @@ void another_length_or_dtype_is_a_mismatch() {
   });
 }
 
-void a_peer_that_is_none_is_refused() {
-  run_ranks(2, [](Communicator& communicator) {
-    Bytes bytes(1);
-    for (const int peer : {-2, -1, 2}) {
-      const Error error = expect_error(ErrorKind::kValue, [&] { recv(communicator, bytes, peer); });
-      check_contains(error.what(), join("the peer is ", peer));
-    }
-    expect_error(ErrorKind::kValue, [&] { send(communicator, bytes, kAnyRank); });
-  });
-}
-
-RanksOptions with_timeout(milliseconds timeout) { return {.timeout = timeout}; }
-
-void a_send_that_nobody_receives_names_who_was_awaited() {
-  std::atomic<bool> is_closed{false}, is_over{false};
-  run_ranks(
-      2,
-      [&](Communicator& communicator) {
-        if (communicator.rank() == 1) {
-          // Ranks share this process, where a waiting thread moves the messages of all groups.
-          communicator.point_to_point().close();
-          is_closed = true;
-          is_closed.notify_all();
-          return is_over.wait(false);
-        }
-        is_closed.wait(false);
-        const Error error = expect_error(
-            ErrorKind::kTimeout, [&] { send(communicator, content(0, 1, 2 * kLink), 1, 3); });
-        check_contains(error.what(), "rota.send: rank 0/2 waited");
-        check_contains(error.what(), "for rank 1");
-        check_contains(error.what(), "tag 3");
-        // The error that ended the group also ends later calls and outstanding requests.
-        Bytes bytes(1);
-        expect_error(ErrorKind::kTimeout, [&] { recv(communicator, bytes, 1); });
-        is_over = true;
-        is_over.notify_all();
-      },
-      with_timeout(milliseconds(300)));
-}
-
 void a_recv_for_which_nothing_comes_times_out() {
   std::atomic<int> num_over{0};
-  run_ranks(
-      3,
-      [&](Communicator& communicator) {
-        if (communicator.rank() != 1) {
-          Bytes bytes(1);
-          const bool is_any = communicator.rank() == 0;
-          const Error error = expect_error(
-              ErrorKind::kTimeout, [&] { recv(communicator, bytes, is_any ? kAnyRank : 1); });
-          check_contains(error.what(), "waited");
-          ++num_over;
-        } else {
-          while (num_over < 2) std::this_thread::sleep_for(milliseconds(1));
-        }
-      },
-      with_timeout(milliseconds(300)));
-}
-
-void a_wait_may_be_given_up() {
-  run_ranks(2, [](Communicator& communicator) {
-    PointToPoint& links = communicator.point_to_point();
-    if (communicator.rank() == 0) {
-      communicator.barrier(CallerThread::kUser);
-      return send(communicator, Bytes{7}, 1);
-    }
-    Bytes bytes(1);
-    const RequestRef request = links.recv(bytes.data(), message_of(bytes), 0);
-    check(!links.wait(*request, CallerThread::kUser, milliseconds(20)), "nothing has been sent");
-    check(!links.test(*request), "nothing has been sent");
-    communicator.barrier(CallerThread::kUser);
-    check(links.wait(*request, CallerThread::kUser), "it has been sent");
-    check(bytes[0] == 7, "another message has come");
-  });
-}
-
-// Messages that it sent before it left can still be received.
-void a_rank_that_leaves_is_not_waited_for() {
-  run_ranks(2, [](Communicator& communicator) {
-    if (communicator.rank() == 0) return send(communicator, Bytes{1, 2, 3}, 1);
-    while (!communicator.transport().region(0).control().departed.load()) sched_yield();
-    check_recv(communicator, {1, 2, 3}, 0);
-    Bytes bytes(3);
-    const Error error = expect_error(ErrorKind::kPeerFailed, [&] { recv(communicator, bytes, 0); });
-    check_contains(error.what(), "rank 0 (a thread) has left the group");
-  });
+  run_ranks(3,
+            [&](Communicator& communicator) {
+              if (communicator.rank() != 1) {
+                Bytes bytes(1);
+                const bool is_any = communicator.rank() == 0;
+                const Error error = expect_error(
+                    ErrorKind::kTimeout, [&] { recv(communicator, bytes, is_any ? kAnyRank : 1); });
+                check_contains(error.what(), "waited");
+                ++num_over;
+              } else {
+                while (num_over < 2) std::this_thread::sleep_for(milliseconds(1));
+              }
+            },
+            {.timeout = milliseconds(300)});
 }
 
 // Nobody waits for the request, so the thread that attends to it must notice.
@@ -234,14 +164,10 @@ void closing_ends_what_is_outstanding() {
 
 const CaseTable kCases{
     {"p2p_mismatch", another_length_or_dtype_is_a_mismatch},
-    {"p2p_bad_peer", a_peer_that_is_none_is_refused},
-    {"p2p_send_timeout", a_send_that_nobody_receives_names_who_was_awaited},
     {"p2p_recv_timeout", a_recv_for_which_nothing_comes_times_out},
-    {"p2p_given_up", a_wait_may_be_given_up},
-    {"p2p_departure", a_rank_that_leaves_is_not_waited_for},
+    {"p2p_signal", a_signal_ends_a_wait_and_the_group},
     {"p2p_departure_attended", a_rank_that_leaves_ends_what_is_attended},
     {"p2p_abort", an_abort_ends_every_wait},
-    {"p2p_signal", a_signal_ends_a_wait_and_the_group},
     {"p2p_failed_message", the_rest_of_a_failed_message_is_dropped},
     {"p2p_close", closing_ends_what_is_outstanding},
 };

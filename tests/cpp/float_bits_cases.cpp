@@ -9,8 +9,6 @@
 #include <cmath>
 #include <set>
 
-#include "base/block_scale.h"
-#include "base/combine.h"
 #include "base/random_bits.h"
 #include "check.h"
 #include "random.h"
@@ -149,80 +147,6 @@ void odd_rounding_keeps_ties_apart() {
   check(std::isnan(round_to_odd(NAN)), "NaN is lost");
 }
 
-template <DType dtype>
-void scales_are_definition() {
-  constexpr int kTop = block_scaling(dtype).top_exponent;
-  check_equal(biased_scale<dtype>(0u), uint32_t{kScaleBias}, "the scale of zeros");
-  Random random(3);
-  for (int i = 0; i < 100'000; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(random.next()) % kInfinityBits;
-    if (bits == 0) continue;
-    const int exponent = std::max(std::ilogb(std::bit_cast<float>(bits)) - kTop, kMinScaleExponent);
-    const uint32_t biased = biased_scale<dtype>(bits);
-    check_equal(static_cast<int>(biased) - kScaleBias, exponent, "the scale's exponent");
-    check_equal(scale_of(biased), std::ldexp(1.0f, exponent), "the scale");
-    check_equal(inverse_scale_of(biased), std::ldexp(1.0f, -exponent), "its inverse");
-  }
-}
-
-void scales_of_all_formats_are_definition() {
-  scales_are_definition<DType::kFloat16>();
-  scales_are_definition<DType::kFloat8E4M3>();
-  scales_are_definition<DType::kFloat8E5M2>();
-}
-
-template <DType dtype, ReduceOp op, typename T>
-void combined_is_reference(uint64_t a, uint64_t b) {
-  if constexpr (is_defined(op, dtype)) {
-    T elems[2];
-    store_bits(dtype, elems, 0, a);
-    store_bits(dtype, elems, 1, b);
-    const T combined = combine<dtype, op>(elems[0], elems[1]);
-    const uint64_t got = load_bits(dtype, &combined, 0);
-    const uint64_t expected = reduce_scalars(dtype, op, std::array{a, b}, 1);
-    check(is_same(dtype, got, expected), join(name(op), ' ', name(dtype), " of bits ", a, " and ",
-                                              b, " has bits ", got, ", expected ", expected));
-  }
-}
-
-template <DType dtype, typename T>
-void combine_is_reference() {
-  Random random(4);
-  std::vector<uint64_t> elems;
-  for (int64_t i = -2; i <= 2; ++i) elems.push_back(bits_of_integer(dtype, i));
-  if (info(dtype).is_floating) {
-    for (const float value : {-0.0f, -kInf, kInf, NAN, 0x1p-149f}) {
-      elems.push_back(round_to(dtype, value));
-    }
-  }
-  for (int i = 0; i < 200; ++i) {
-    const uint64_t any = random.next() >> (64 - 8 * sizeof(T));
-    elems.push_back(dtype == DType::kBool ? any & 1 : any);
-  }
-  for (const uint64_t a : elems) {
-    for (const uint64_t b : elems) {
-      combined_is_reference<dtype, ReduceOp::kSum, T>(a, b);
-      combined_is_reference<dtype, ReduceOp::kProduct, T>(a, b);
-      combined_is_reference<dtype, ReduceOp::kMin, T>(a, b);
-      combined_is_reference<dtype, ReduceOp::kMax, T>(a, b);
-      combined_is_reference<dtype, ReduceOp::kBand, T>(a, b);
-      combined_is_reference<dtype, ReduceOp::kBor, T>(a, b);
-      combined_is_reference<dtype, ReduceOp::kBxor, T>(a, b);
-    }
-  }
-}
-
-void combine_of_all_dtypes_is_reference() {
-  combine_is_reference<DType::kFloat32, float>();
-  combine_is_reference<DType::kFloat64, double>();
-  combine_is_reference<DType::kUInt8, uint8_t>();
-  combine_is_reference<DType::kInt8, int8_t>();
-  combine_is_reference<DType::kInt16, int16_t>();
-  combine_is_reference<DType::kInt32, int32_t>();
-  combine_is_reference<DType::kInt64, int64_t>();
-  combine_is_reference<DType::kBool, uint8_t>();
-}
-
 // Neighbouring seeds, streams and tiles have different keys; with seed + stream some would
 // coincide.
 void keys_of_neighbours_differ() {
@@ -243,8 +167,6 @@ const CaseTable kCases{
     {"float_bits-e5m2", format_is_reference<DType::kFloat8E5M2>},
     {"float_bits-e4m3-scaled", format_is_reference<DType::kFloat8E4M3, true>},
     {"float_bits_odd", odd_rounding_keeps_ties_apart},
-    {"float_bits_scales", scales_of_all_formats_are_definition},
-    {"float_bits_combine", combine_of_all_dtypes_is_reference},
     {"float_bits_keys", keys_of_neighbours_differ},
 };
 

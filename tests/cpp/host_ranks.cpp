@@ -14,11 +14,6 @@ void HostRank::run(const Call& call, const cpu::Buffers& buffers) {
   hosts::execute(bridge, scratch, call, {}, buffers, std::nullopt);
 }
 
-void HostRank::cut_off() {
-  data.cut_off(rank());
-  letters.cut_off(rank());
-}
-
 void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRank&)>& body,
                   const HostsOptions& options) {
   std::vector<std::string> ids;
@@ -47,7 +42,7 @@ void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRan
     hosts::Bridge bridge(hosts, rank, local, data.connect(rank), letters.connect(rank));
     joint_step.arrive_and_wait();
     bridge.expect_signs();
-    HostRank host_rank{bridge, {}, data, letters};
+    HostRank host_rank{bridge, {}};
     try {
       body(host_rank);
     } catch (const std::exception& exception) {

@@ -16,12 +16,8 @@ namespace rota::test {
 struct HostRank {
   hosts::Bridge& bridge;
   hosts::Scratch scratch;
-  MemoryNetwork& data;
-  MemoryNetwork& letters;
 
   int rank() const { return bridge.rank(); }
-  // From the other hosts.
-  void cut_off();
   void run(const Call& call, const cpu::Buffers& buffers);
   void barrier() { run({.kind = CollectiveKind::kBarrier}, {}); }
 };

@@ -1,6 +1,6 @@
-// Every collective's kernel body, at every length at which it cuts tensors, for every dtype and
-// operation: exact numbers, checked against scalars.
-#include "calls.h"
+// Every collective's kernel body, at every length at which it cuts tensors: exact numbers, checked
+// against scalars. kernel_bits_cases.cpp and kernel_sequences_cases.cpp have every dtype and
+// operation.
 #include "check.h"
 #include "kernel_calls.h"
 
@@ -61,36 +61,6 @@ void edges_of_buckets() {
         call.num_elems = length;
         call.op = calls.size() % 2 == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
         calls.push_back(varied(call, kWorldSize, calls.size()));
-      }
-    }
-  }
-  call_and_check(grid, calls);
-}
-
-// Fewer under ThreadSanitizer, which is slow: synchronisation does not depend on dtype or op.
-#if defined(__SANITIZE_THREAD__)
-constexpr int kCallsOfEach = 1;
-#else
-constexpr int kCallsOfEach = 2;
-#endif
-
-template <int kWorldSize>
-void dtypes_and_ops() {
-  HostGrid grid(shape_of(kWorldSize, /*is_bucket=*/false));
-  std::vector<KernelCall> calls;
-  for (const Kernel kernel : kAllKernels) {
-    for (const DType dtype : reducible_dtypes()) {
-      for (const ReduceOp op : defined_ops(dtype)) {
-        const KernelCall call{.kernel = kernel,
-                              .format = {dtype},
-                              .op = op,
-                              .group_size = group_size_of(kernel, kWorldSize)};
-        // Lengths vary from call to call.
-        const std::vector<uint64_t> lengths = edge_lengths(call, grid.shape());
-        for (int i = 0; i < kCallsOfEach; ++i) {
-          calls.push_back(varied(call, kWorldSize, calls.size()));
-          calls.back().num_elems = lengths[mix(calls.size()) % lengths.size()];
-        }
       }
     }
   }
@@ -169,9 +139,6 @@ const CaseTable kCases{
     {"kernel_local_ranks_need_no_channel-ws2", local_ranks_need_no_channel<2>},
     {"kernel_local_ranks_need_no_channel-ws3", local_ranks_need_no_channel<3>},
     {"kernel_local_ranks_need_no_channel-ws4", local_ranks_need_no_channel<4>},
-    {"kernel_dtypes_and_ops-ws2", dtypes_and_ops<2>},
-    {"kernel_dtypes_and_ops-ws3", dtypes_and_ops<3>},
-    {"kernel_dtypes_and_ops-ws4", dtypes_and_ops<4>},
 };
 
 }  // namespace

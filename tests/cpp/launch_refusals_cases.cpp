@@ -19,50 +19,39 @@ void is_refused(const LaunchRequest& request, std::initializer_list<std::string_
 // ---- the world
 
 void wrong_worlds_are_refused() {
-  const LaunchRequest request = good_request(Kernel::kTwoShot);
-  for (const int world_size : {-1, 0, 1, 65}) {
-    cuda::Peers peers = good_peers();
-    peers.geometry.world_size = world_size;
-    is_refused(request, {"world_size", std::to_string(world_size), "2 to 64"}, peers);
+  using cuda::Peers;
+  const auto refuses = [](const auto& change, std::initializer_list<std::string_view> words) {
+    Peers peers = good_peers();
+    change(peers);
+    is_refused(good_request(Kernel::kTwoShot), words, peers);
+  };
+  for (const int number : {-1, 0, 1, 65}) {
+    refuses([&](Peers& peers) { peers.geometry.world_size = number; },
+            {"world_size", std::to_string(number), "2 to 64"});
   }
-  cuda::Peers alone = good_peers();
+  Peers alone = good_peers();
   alone.first_rank = 0;
   alone.geometry.world_size = 1;
   plan_launch(good_request(Kernel::kOneShot), alone);
   for (const int rank : {-1, 4}) {
-    cuda::Peers peers = good_peers();
-    peers.first_rank = rank;
-    is_refused(request, {"rank", std::to_string(rank), "0 to 3"}, peers);
+    refuses([&](Peers& peers) { peers.first_rank = rank; },
+            {"rank", std::to_string(rank), "0 to 3"});
   }
-  for (const int num_local_ranks : {0, 4}) {
-    cuda::Peers peers = good_peers();
-    peers.num_local_ranks = num_local_ranks;
-    is_refused(request, {"num_local_ranks", std::to_string(num_local_ranks), "1 to 3"}, peers);
+  for (const int number : {0, 4}) {
+    refuses([&](Peers& peers) { peers.num_local_ranks = number; },
+            {"num_local_ranks", std::to_string(number), "1 to 3"});
   }
-  cuda::Peers peers = good_peers();
-  peers.geometry.num_channels = 0;
-  is_refused(request, {"num_channels", "0", "1 or more"}, peers);
-  peers = good_peers();
-  peers.geometry.slot_bytes = 1000;
-  is_refused(request, {"slot_bytes", "1000", "multiples of 128"}, peers);
-  peers = good_peers();
-  peers.geometry.packet_bytes = 100;
-  is_refused(request, {"packet_bytes", "100", "multiples of 128"}, peers);
-  peers = good_peers();
-  peers.regions[2] = nullptr;
-  is_refused(request, {"region of rank 2"}, peers);
-  peers = good_peers();
-  peers.regions[3] += 16;
-  is_refused(request, {"region of rank 3", "multiple of 128"}, peers);
-  peers = good_peers();
-  peers.abort = nullptr;
-  is_refused(request, {"aborts"}, peers);
-  peers = good_peers();
-  peers.num_left = nullptr;
-  is_refused(request, {"ranks that left"}, peers);
-  peers = good_peers();
-  peers.stall = nullptr;
-  is_refused(request, {"stalls"}, peers);
+  refuses([](Peers& peers) { peers.geometry.num_channels = 0; },
+          {"num_channels", "0", "1 or more"});
+  refuses([](Peers& peers) { peers.geometry.slot_bytes = 1000; },
+          {"slot_bytes", "1000", "multiples of 128"});
+  refuses([](Peers& peers) { peers.geometry.packet_bytes = 100; },
+          {"packet_bytes", "100", "multiples of 128"});
+  refuses([](Peers& peers) { peers.regions[2] = nullptr; }, {"region of rank 2"});
+  refuses([](Peers& peers) { peers.regions[3] += 16; }, {"region of rank 3", "multiple of 128"});
+  refuses([](Peers& peers) { peers.abort = nullptr; }, {"aborts"});
+  refuses([](Peers& peers) { peers.num_left = nullptr; }, {"ranks that left"});
+  refuses([](Peers& peers) { peers.stall = nullptr; }, {"stalls"});
 }
 
 void slots_too_small_are_refused() {

@@ -282,33 +282,6 @@ void finishing_waits_for_a_send_of_another_thread() {
   });
 }
 
-// The message waits for its recv, however long it is, or the recv for it; a recv from any rank
-// takes it, too.
-template <int kWorldSize>
-void a_message_to_oneself_arrives() {
-  run_ranks(kWorldSize, [](Communicator& communicator) {
-    const int rank = communicator.rank();
-    PointToPoint& links = communicator.point_to_point();
-    for (const size_t length : kLengths) {
-      const Bytes first = content(rank, 1, length), second = content(rank, 2, length);
-      send(communicator, first, rank);
-      send(communicator, second, rank, /*tag=*/1);
-      check(links.probe(1) == rank, "who has sent");
-      check_recv(communicator, second, kAnyRank, /*tag=*/1);
-      check_recv(communicator, first, rank);
-      Bytes bytes(length, 0xee);
-      const RequestRef recv = links.recv(bytes.data(), message_of(bytes), rank);
-      check(!links.test(*recv), "nothing has been sent");
-      send(communicator, second, rank);
-      check(links.test(*recv) && bytes == second, "it has come");
-    }
-    Bytes longer(3);
-    const RequestRef recv = links.recv(longer.data(), message_of(longer), rank);
-    send(communicator, Bytes(2), rank);
-    check(recv->error() && recv->error()->kind() == ErrorKind::kMismatch, "another length");
-  });
-}
-
 // Whoever sleeps on the links is woken, with the end of its request as the only sign.
 void closing_wakes_whoever_waits() {
   std::barrier together(2);
@@ -345,8 +318,6 @@ const CaseTable kCases{
     {"p2p_threads", threads_share_the_links},
     {"p2p_finish", finishing_waits_for_a_send_of_another_thread},
     {"p2p_attended", requests_go_on_while_nobody_waits},
-    {"p2p_to_self-ws1", a_message_to_oneself_arrives<1>},
-    {"p2p_to_self-ws2", a_message_to_oneself_arrives<2>},
     {"p2p_closed", closing_wakes_whoever_waits},
 };
 

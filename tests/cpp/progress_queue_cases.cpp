@@ -21,17 +21,6 @@
 namespace rota::test {
 namespace {
 
-void tasks_run_in_order() {
-  std::vector<int> order;
-  ProgressQueue queue;
-  for (int i = 0; i < 1000; ++i) {
-    queue.enqueue([&order, i] { order.push_back(i); });
-  }
-  queue.close();
-  check_equal(order.size(), size_t{1000}, "tasks run");
-  for (int i = 0; i < 1000; ++i) check_equal(order[static_cast<size_t>(i)], i, "task");
-}
-
 // A caller that finds the queue idle sees what its tasks did, without other synchronisation.
 void idle_queue_has_done_its_tasks() {
   ProgressQueue queue;
@@ -46,41 +35,6 @@ void idle_queue_has_done_its_tasks() {
   }
 }
 
-void running_task_is_not_idle() {
-  ProgressQueue queue;
-  std::atomic<bool> may_end{false};
-  queue.enqueue([&] { may_end.wait(false); });
-  check(!queue.is_idle(), "a queue with a task that runs is not idle");
-  may_end = true;
-  may_end.notify_all();
-  queue.close();
-  check(queue.is_idle(), "a closed queue is idle");
-  queue.close();
-}
-
-void thread_shares_the_core_of_its_caller() {
-  const int num_cores_of_caller = num_usable_cores();
-  ProgressQueue queue(ProgressQueue::Placement::kCoreOfCaller);
-  for (int i = 0; i < 100; ++i) {
-    int num_cores = 0;
-    queue.enqueue([&] { num_cores = num_usable_cores(); });
-    while (!queue.is_idle()) std::this_thread::yield();
-    check_equal(num_cores, 1, "cores that the task may run on");
-  }
-  check_equal(num_usable_cores(), num_cores_of_caller, "cores that the caller may run on");
-}
-
-void close_runs_what_is_queued() {
-  for (int i = 0; i < 200; ++i) {
-    std::atomic<int> num_run{0};
-    {
-      ProgressQueue queue;
-      for (int task = 0; task < i % 5; ++task) queue.enqueue([&] { ++num_run; });
-    }
-    check_equal(num_run.load(), i % 5, "tasks run by the destructor");
-  }
-}
-
 // A caller who finds the queue idle may free what a task held.
 void task_releases_what_it_holds_before_idle() {
   ProgressQueue queue;
@@ -91,47 +45,6 @@ void task_releases_what_it_holds_before_idle() {
     while (!queue.is_idle()) std::this_thread::yield();
     check(watch.expired(), "a task that is done holds nothing");
   }
-}
-
-void several_threads_enqueue() {
-  constexpr int kNumThreads = 4, kNumTasks = 500;
-  ProgressQueue queue;
-  std::vector<int> last_of_thread(kNumThreads, -1);
-  run_threads(kNumThreads, [&](int thread) {
-    for (int i = 0; i < kNumTasks; ++i) {
-      queue.enqueue([&last_of_thread, thread, i] {
-        int& last = last_of_thread[static_cast<size_t>(thread)];
-        if (last == i - 1) last = i;
-      });
-    }
-  });
-  queue.close();
-  for (const int last : last_of_thread) check_equal(last, kNumTasks - 1, "last task in order");
-}
-
-// Blocking and queued collectives of one communicator, as tensor/ mixes them.
-void collectives_through_the_queue() {
-  run_ranks(2, [](Communicator& communicator) {
-    ProgressQueue queue;
-    int num_failed = 0;
-    for (int i = 0; i < 300; ++i) {
-      if (queue.is_idle() && i % 3 == 0) communicator.barrier(CallerThread::kUser);
-      if (i % 3 != 0) {
-        queue.enqueue([&] {
-          try {
-            communicator.barrier(CallerThread::kProgress);
-          } catch (const Error&) {
-            ++num_failed;
-          }
-        });
-      }
-      if (i % 3 == 2) {
-        while (!queue.is_idle()) std::this_thread::yield();
-      }
-    }
-    queue.close();
-    check_equal(num_failed, 0, "failed barriers");
-  });
 }
 
 // ---- threads that queues share ----
@@ -155,27 +68,6 @@ class Threads {
 
 void wait_until_idle(const ProgressQueue& queue) {
   while (!queue.is_idle()) std::this_thread::yield();
-}
-
-// Also when work is queued again before the thread has gone back to the pool.
-void queue_keeps_to_one_thread() {
-  Threads threads;
-  ProgressQueue queue;
-  for (int i = 0; i < 2000; ++i) {
-    queue.enqueue([&] { threads.add_this(); });
-    if (i % 5 != 0) wait_until_idle(queue);
-  }
-  queue.close();
-  check_equal(threads.count(), size_t{1}, "threads of one queue");
-}
-
-void queues_one_after_another_share_a_thread() {
-  Threads threads;
-  for (int i = 0; i < 100; ++i) {
-    ProgressQueue queue;
-    queue.enqueue([&] { threads.add_this(); });
-  }
-  check_equal(threads.count(), size_t{1}, "threads of a hundred queues");
 }
 
 // An empty queue keeps no thread. A queue's thread may still be on its way back to the pool when
@@ -384,16 +276,8 @@ void tasks_that_have_left_close_each_others_queue() {
 }
 
 const CaseTable kCases{
-    {"progress_queue_order", tasks_run_in_order},
     {"progress_queue_idle", idle_queue_has_done_its_tasks},
-    {"progress_queue_running", running_task_is_not_idle},
-    {"progress_queue_placement", thread_shares_the_core_of_its_caller},
-    {"progress_queue_close", close_runs_what_is_queued},
     {"progress_queue_releases", task_releases_what_it_holds_before_idle},
-    {"progress_queue_threads", several_threads_enqueue},
-    {"progress_queue_collectives-ws2", collectives_through_the_queue},
-    {"progress_pool_one_queue", queue_keeps_to_one_thread},
-    {"progress_pool_queues_in_turn", queues_one_after_another_share_a_thread},
     {"progress_pool_idle_queues", idle_queues_keep_no_thread},
     {"progress_pool_orders-ws2", groups_in_different_orders_do_not_block_each_other},
     {"progress_pool_close_beside_others", close_does_not_wait_for_other_queues},

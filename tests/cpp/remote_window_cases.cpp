@@ -1,5 +1,5 @@
 // Windows between hosts, of ranks that are threads, over a network in memory: long transfers, what
-// is refused, and ranks that are lost. window_cases.cpp has what is the same on one host.
+// is refused, and ranks that are busy. window_cases.cpp has what is the same on one host.
 #include "hosts/remote_window.h"
 
 #include <unistd.h>
@@ -24,7 +24,6 @@ using hosts::WindowService;
 using std::chrono::milliseconds;
 
 const std::vector<std::string> kOneEach{"a", "b"};
-const std::vector<std::string> kThreeHosts{"a", "b", "c"};
 
 // Transfers take many packets, in both directions at once, at odd places.
 void long_transfers() {
@@ -45,28 +44,6 @@ void long_transfers() {
     check_equal(*world.data<char>(self.rank), char{0}, "what lies before");
     world.rendezvous();  // the peer still reads
   });
-}
-
-// The bits are those of one host, wherever packets and chunks end.
-void contributions_are_rounded_as_on_one_host() {
-  constexpr uint64_t kOffset = 7, kNumElems = 300'001;
-  std::vector<float> values(kNumElems);
-  for (uint64_t i = 0; i < kNumElems; ++i) {
-    values[i] = static_cast<float>(i) * 0.37f - 1000;
-  }
-  for (const WireFormat wire : {WireFormat{DType::kBFloat16}, WireFormat{DType::kFloat16, true},
-                                WireFormat{DType::kFloat8E4M3, true}}) {
-    WindowWorld world(kOneEach, (kOffset + kNumElems) * sizeof(float));
-    world.run([&](WindowRank& self) {
-      if (self.rank == 1) return;
-      for (const int target : {0, 1}) {
-        self.window.accumulate(target, kOffset, values.data(), DType::kFloat32, kNumElems, wire);
-      }
-    });
-    const float* here = world.data<float>(0);
-    check(std::equal(here, here + kOffset + kNumElems, world.data<float>(1)), "the sums");
-    check(here[kOffset] != 0, "something was added");
-  }
 }
 
 // A packet from rank 1 as another build might send it, and the answer.
@@ -170,61 +147,6 @@ void malformed_requests_write_nothing() {
   served->close();
 }
 
-void closed_window_is_refused() {
-  WindowWorld world(kThreeHosts, 64);
-  world.run([&](WindowRank& self) {
-    if (self.rank == 1) {
-      self.window.signal(0, 0);
-      world.control(1).closed.publish(1);
-    }
-    world.rendezvous();
-    if (self.rank != 0) return;
-    int number = 0;
-    const auto refusal = [](auto&& body) {
-      return std::string(expect_error(ErrorKind::kPeerFailed, body).what());
-    };
-    check_contains(refusal([&] { self.window.put(1, 0, &number, 1, sizeof(number)); }),
-                   "rota.Window.put: rank 0/3: rank 1 on host 1 has closed its window");
-    refusal([&] { self.window.get(1, 0, &number, 1, sizeof(number)); });
-    refusal([&] { self.window.signal(1, 0); });
-    check(!self.window.is_alive(1) && self.window.is_alive(2), "who is alive");
-    self.window.wait_signal(1, 0, std::nullopt);  // which it had sent before
-    self.window.put(2, 0, &number, 1, sizeof(number));
-    check_contains(expect_error(ErrorKind::kValue, [&] { self.window.view(2); }).what(),
-                   "rank 2 on host 2 has memory that cannot be mapped here; use get");
-  });
-}
-
-// One of three hosts falls silent; the others go on.
-void silent_host_is_lost() {
-  setenv("ROTA_HOST_SILENCE_MS", "700", 1);
-  WindowWorld world(kThreeHosts, 4 * hosts::kPacketDataBytes);
-  world.run([&](WindowRank& self) {
-    if (self.rank == 2) world.network().cut_off(2);
-    world.rendezvous();
-    if (self.rank == 2) return;
-    const auto lost = [](auto&& body) {
-      const Error error = expect_error(ErrorKind::kPeerFailed, body);
-      check_contains(error.what(), "rank 2 on host 2");
-      check_contains(error.what(), "has given no sign of life");
-    };
-    std::vector<std::byte> data(4 * hosts::kPacketDataBytes);
-    if (self.rank == 0) {
-      lost([&] { self.window.wait_signal(2, 0, std::nullopt); });
-    } else {
-      lost([&] { self.window.put(2, 0, data.data(), data.size(), 1); });
-    }
-    lost([&] { self.window.get(2, 0, data.data(), 1, 1); });
-    check(!self.window.is_alive(2), "who is alive");
-    check(!self.service->is_usable(), "the service lacks a rank");
-    const int other = 1 - self.rank;
-    self.window.put(other, 0, data.data(), data.size(), 1);
-    self.window.signal(other, 0);
-    self.window.wait_signal(other, 0, std::nullopt);
-  });
-  unsetenv("ROTA_HOST_SILENCE_MS");
-}
-
 // A rank of the target's host holds a chunk for longer than a host may be silent. Then it dies, as
 // its window tells.
 void busy_target_is_not_lost() {
@@ -287,35 +209,11 @@ void interrupted_call_leaves_nothing_behind() {
   });
 }
 
-void wait_for_answer_ends_at_its_timeout() {
-  WindowWorld world({"a", "b", "b"}, 64, 1, DType::kInt32);
-  world.run(
-      [&](WindowRank& self) {
-        Flag& lock = world.control(1).locks[0];
-        if (self.rank == 2) check(lock.try_change(0, 3), "held by rank 2");
-        world.rendezvous();
-        const int number = 1;
-        if (self.rank == 0) {
-          const Error error = expect_error(ErrorKind::kTimeout, [&] {
-            self.window.accumulate(1, 0, &number, DType::kInt32, 1, std::nullopt);
-          });
-          check_contains(error.what(), "rank 1");
-        }
-        world.rendezvous();
-        if (self.rank == 2) lock.publish(1 << 16);
-      },
-      {.timeout = milliseconds(100)});
-}
-
 const CaseTable kCases{
     {"remote_window_long", long_transfers},
-    {"remote_window_wire", contributions_are_rounded_as_on_one_host},
     {"remote_window_malformed", malformed_requests_write_nothing},
-    {"remote_window_closed", closed_window_is_refused},
-    {"remote_window_silent", silent_host_is_lost},
     {"remote_window_busy", busy_target_is_not_lost},
     {"remote_window_interrupted", interrupted_call_leaves_nothing_behind},
-    {"remote_window_timeout", wait_for_answer_ends_at_its_timeout},
 };
 
 }  // namespace

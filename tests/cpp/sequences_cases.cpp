@@ -7,12 +7,21 @@
 namespace rota::test {
 namespace {
 
-void mixed_calls(int world_size, int num_calls) {
+// node_size: of most sums, which go in two levels; 0: of none.
+void mixed_calls(int world_size, int num_calls, int node_size = 0) {
   run_ranks(world_size, [&](Communicator& communicator) {
-    Random same_on_all_ranks(static_cast<uint64_t>(world_size));
+    Random same_on_all_ranks(static_cast<uint64_t>(node_size == 0 ? world_size : node_size));
     Random own(1000 + static_cast<uint64_t>(communicator.rank()));
     for (int i = 0; i < num_calls; ++i) {
-      const TestCall call = random_call(same_on_all_ranks, communicator.world_size());
+      TestCall call = random_call(same_on_all_ranks, communicator.world_size());
+      const bool sums = call.kind == CollectiveKind::kAllReduce ||
+                        call.kind == CollectiveKind::kReduceBucket ||
+                        call.kind == CollectiveKind::kReduce;
+      if (node_size != 0 && sums && same_on_all_ranks.below(3) > 0) {
+        call.algorithm.reset();
+        call.hop.reset();
+        call.node_size = node_size;
+      }
       dawdle(own);
       call_and_check(communicator, call, static_cast<uint64_t>(i),
                      own.below(2) == 0 ? CallerThread::kUser : CallerThread::kProgress);
@@ -114,6 +123,9 @@ const CaseTable kCases{
     {"mixed_calls-ws4", [] { mixed_calls(4, 700); }},
     {"mixed_calls-ws5", [] { mixed_calls(5, 400); }},
     {"mixed_calls-ws8", [] { mixed_calls(8, 200); }},
+    {"two_level_mixed-2x2", [] { mixed_calls(4, 600, 2); }},
+    {"two_level_mixed-2x3", [] { mixed_calls(6, 400, 3); }},
+    {"two_level_mixed-4x2", [] { mixed_calls(8, 200, 2); }},
     {"every_algorithm-ws16", [] { every_algorithm(16, 3); }},
     {"every_algorithm-ws64", [] { every_algorithm(64, 1); }},
     {"sleeping_calls-ws2", [] { calls_that_always_sleep(2, 2000); }},

@@ -6,7 +6,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -23,7 +22,6 @@
 #include "core/point_to_point.h"
 #include "core/progress_queue.h"
 #include "core/watch.h"
-#include "open_files.h"
 #include "processes.h"
 #include "ranks.h"
 #include "transport/bootstrap.h"
@@ -125,25 +123,6 @@ void unsafe_memory_is_refused(size_t num_bytes, int seals) {
   });
 }
 
-// More memory than the limit allows is an error before the rendezvous, not a signal later.
-void memory_shortage_is_an_error() {
-  const TemporaryDirectory directory;
-  run_processes(1, [&](int rank) {
-    signal(SIGXFSZ, SIG_IGN);
-    const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
-    check(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
-    FileStore store(directory);
-    const int64_t num_files = num_open_files();
-    const Error error = expect_error(ErrorKind::kTransport, [&] {
-      SharedMemoryTransport::connect(store, rank, 1,
-                                     {.message_bytes = 1024, .slot_bytes = 1 << 20, .num_cells = 6},
-                                     kPatience, [] {});
-    });
-    check_contains(error.what(), "cannot reserve");
-    check_num_open_files(num_files, "descriptors after an error");
-  });
-}
-
 // A process with a timer (a profiler, say) gets signals while its memory is reserved.
 void signals_do_not_disturb_connect() {
   const TemporaryDirectory directory;
@@ -228,59 +207,7 @@ void peer_that_has_done_its_part_may_end() {
   }
 }
 
-void killed_peer_is_named_in_a_wait(CallerThread thread) {
-  const TemporaryDirectory directory;
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < 3; ++rank) {
-    pids.push_back(start_process([&, rank] {
-      Communicator communicator = make_communicator(directory, rank, 3);
-      FileStore store(directory);
-      if (rank == 1) store.set("pid", std::to_string(getpid()));
-      barrier(communicator);
-      if (rank == 1) raise(SIGKILL);
-      const Error error =
-          expect_error(ErrorKind::kPeerFailed, [&] { communicator.barrier(thread); });
-      check_contains(error.what(), join("rank 1 (pid ", store.await("pid"), ") has died"));
-    }));
-  }
-  for (int rank = 0; rank < 3; ++rank) {
-    check_equal(wait_for_process(pids[static_cast<size_t>(rank)]),
-                rank == 1 ? Exit{.signal = SIGKILL} : Exit{}, join("end of rank ", rank));
-  }
-}
-
 // ---- fork ----
-
-// Whatever a forked child does with its copy of a communicator, its parent's group lives on.
-void child_of_a_rank(const std::function<void(Communicator&)>& body) {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int rank) {
-    auto communicator =
-        std::make_unique<Communicator>(connect(directory, rank, 2), kPatience, [] {});
-    barrier(*communicator);
-    const pid_t child = start_process([&] {
-      body(*communicator);
-      communicator.reset();
-    });
-    check_equal(wait_for_process(child), Exit{}, "end of the child");
-    for (int i = 0; i < 10; ++i) barrier(*communicator);
-  });
-}
-
-void child_cannot_use_its_copy() {
-  child_of_a_rank([](Communicator& communicator) {
-    const Error error = expect_error(ErrorKind::kInternal, [&] { barrier(communicator); });
-    check_contains(error.what(), "belongs to the parent process");
-  });
-}
-
-void child_closes_its_copy() {
-  child_of_a_rank([](Communicator&) {});
-}
-
-void child_aborts_its_copy() {
-  child_of_a_rank([](Communicator& communicator) { communicator.abort("in a child"); });
-}
 
 // The queue's thread does not exist in the child, which must not wait for it.
 void child_closes_its_queue() {
@@ -410,46 +337,18 @@ void connected_processes_hold_their_lives() {
 
 // ---- descriptors ----
 
-void descriptors_are_closed() {
-  const TemporaryDirectory directory;
-  run_processes(3, [&](int rank) {
-    const int64_t num_files = num_open_files();
-    {
-      auto transport = connect(directory, rank, 3);
-      check_num_open_files(num_files + 3,
-                           "a descriptor for each peer's process, and the listener's");
-      const auto second = connect(directory, rank, 3);
-      check_num_open_files(num_files + 3, "none for another group of the same peers");
-      transport.reset();
-      check_num_open_files(num_files + 3, "the second group still needs them");
-      Communicator communicator(connect(TemporaryDirectory(), 0, 1), kPatience, [] {});
-      barrier(communicator);
-    }
-    check_num_open_files(num_files, "descriptors at the end");
-  });
-}
-
 const CaseTable kCases{
-    {"shared_memory_collectives-ws1", [] { collectives_between_processes(1); }},
     {"shared_memory_collectives-ws2", [] { collectives_between_processes(2); }},
-    {"shared_memory_collectives-ws4", [] { collectives_between_processes(4); }},
     {"shared_memory_read_only", peers_control_block_is_read_only},
     {"shared_memory_sealed", memory_is_sealed},
     {"shared_memory_unsealed_refused",
      [] { unsafe_memory_is_refused(kSmall.num_bytes(2), F_SEAL_GROW); }},
     {"shared_memory_short_refused",
      [] { unsafe_memory_is_refused(kSmall.num_bytes(2) - 4096, kSeals); }},
-    {"shared_memory_shortage", memory_shortage_is_an_error},
     {"shared_memory_signals", signals_do_not_disturb_connect},
     {"killed_peer_noticed-ws3", killed_peer_is_noticed_whoever_is_awaited},
     {"closed_peer_noticed-ws3", closed_peer_is_noticed_whoever_is_awaited},
     {"peer_ended_behind_its_part-ws3", peer_that_has_done_its_part_may_end},
-    {"killed_peer_user_thread-ws3", [] { killed_peer_is_named_in_a_wait(CallerThread::kUser); }},
-    {"killed_peer_progress_thread-ws3",
-     [] { killed_peer_is_named_in_a_wait(CallerThread::kProgress); }},
-    {"forked_child_uses-ws2", child_cannot_use_its_copy},
-    {"forked_child_closes-ws2", child_closes_its_copy},
-    {"forked_child_aborts-ws2", child_aborts_its_copy},
     {"forked_child_closes_queue", child_closes_its_queue},
     {"forked_child_queues", child_queues_work_of_its_own},
     {"forked_child_drops_condition", child_drops_what_a_thread_waits_on},
@@ -457,7 +356,6 @@ const CaseTable kCases{
     {"forked_child_keeps_no_client", child_does_not_keep_a_client_waiting},
     {"forked_children_make_group-ws2", children_make_a_group_of_their_own},
     {"lives_held", connected_processes_hold_their_lives},
-    {"descriptors_closed-ws3", descriptors_are_closed},
 };
 
 }  // namespace

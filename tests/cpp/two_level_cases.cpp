@@ -1,210 +1,16 @@
-// All-reduce in two levels, over ranks that share a host but not a NUMA node: the bits are those of
-// two_shot in the same order, whatever the dtype, wire format, length and layout.
-#include <array>
+// The schedule of an all-reduce in two levels, over ranks that share a host but not a NUMA node.
+#include "schedule/two_level.h"
 
 #include "calls.h"
 #include "check.h"
 #include "core/plan.h"
-#include "cpu/buffers.h"
-#include "cpu/element_loops.h"
-#include "numbers.h"
-#include "ranks.h"
-#include "reference.h"
 #include "schedule/direct.h"
 #include "schedule/hosts.h"
-#include "schedule/two_level.h"
 
 namespace rota::test {
 namespace {
 
 using schedule::Algorithm;
-
-// Elements: below a cache line, shards of which some are empty, and rounds that reuse slots.
-constexpr uint64_t kLengths[] = {0, 1, 130, 1025, 7001};
-
-// ---- the bits of two_shot
-
-// The orders that have these nodes as blocks.
-std::vector<schedule::SumOrder> orders_of(int world_size, int node_size, DType wire) {
-  std::vector<schedule::SumOrder> orders{{.group_size = node_size}};
-  const schedule::SumOrder tree{.num_shards = 64};
-  if (schedule::has_blocks(tree, world_size, node_size)) orders.push_back(tree);
-  if (!info(wire).is_floating) orders.push_back({});
-  return orders;
-}
-
-Call in_two_levels(Call call, int node_size) {
-  call.algorithm = Algorithm::kTwoLevel;
-  call.node_size = node_size;
-  return call;
-}
-
-// What a call leaves behind.
-struct Result {
-  std::vector<std::byte> data;
-  std::vector<float> residual;
-  cpu::BucketMeasures measures;
-};
-
-Result run(Communicator& communicator, const Call& call, uint64_t seed) {
-  Result result{std::vector<std::byte>(call.num_bytes()),
-                std::vector<float>(call.pass.has_residual ? call.num_elems : 0),
-                cpu::BucketMeasures(call.num_elems)};
-  for (uint64_t i = 0; i < call.num_elems; ++i) {
-    store_bits(call.dtype, result.data.data(), i,
-               mixed_bits(call.dtype, hash(seed, communicator.rank(), i)));
-  }
-  const bool is_bucket = call.kind == CollectiveKind::kReduceBucket;
-  communicator.run(call,
-                   {.data = result.data.data(),
-                    .residual = call.pass.has_residual ? result.residual.data() : nullptr,
-                    .measures = is_bucket ? &result.measures : nullptr},
-                   seed % 2 == 0 ? CallerThread::kUser : CallerThread::kProgress);
-  return result;
-}
-
-void check_same(Communicator& communicator, const Call& call, int node_size, uint64_t seed) {
-  Call one_level = call;
-  one_level.algorithm = Algorithm::kTwoShot;
-  const Result expected = run(communicator, one_level, seed);
-  const Call two_levels = in_two_levels(call, node_size);
-  const Result got = run(communicator, two_levels, seed);
-  for (uint64_t i = 0; i < call.num_elems; ++i) {
-    const uint64_t bits = load_bits(call.dtype, got.data.data(), i);
-    const uint64_t expected_bits = load_bits(call.dtype, expected.data.data(), i);
-    if (is_same(call.dtype, bits, expected_bits)) continue;
-    fail(join("rank ", communicator.rank(), ", ", two_levels.to_string(), ": element ", i,
-              " has bits ", bits, ", with two_shot ", expected_bits));
-  }
-  check(got.residual == expected.residual, join("residual of ", two_levels.to_string()));
-  check_equal(got.measures.num_non_finite, expected.measures.num_non_finite, "non-finite elements");
-  for (size_t i = 0; i < expected.measures.squares.size(); ++i) {
-    check(is_same(DType::kFloat64, std::bit_cast<uint64_t>(got.measures.squares[i]),
-                  std::bit_cast<uint64_t>(expected.measures.squares[i])),
-          join("squares of tile ", i, " of ", two_levels.to_string()));
-  }
-}
-
-Call call_of(CollectiveKind kind, DType dtype, WireFormat wire, ReduceOp op, uint64_t num_elems,
-             int world_size) {
-  return {.kind = kind,
-          .op = op,
-          .dtype = dtype,
-          .wire = wire,
-          .hop = info(wire.dtype).accumulate,
-          .num_elems = num_elems,
-          .pass = {.divisor = static_cast<float>(world_size)}};
-}
-
-void plain_tensors_have_the_bits_of_two_shot(int num_nodes, int node_size) {
-  const int world_size = num_nodes * node_size;
-  run_ranks(world_size, [&](Communicator& communicator) {
-    uint64_t seed = 0;
-    for (const DType dtype : reducible_dtypes()) {
-      for (const ReduceOp op : defined_ops(dtype)) {
-        for (const schedule::SumOrder& order : orders_of(world_size, node_size, dtype)) {
-          ++seed;
-          Call call = call_of(CollectiveKind::kAllReduce, dtype, {dtype}, op,
-                              kLengths[seed % std::size(kLengths)], world_size);
-          call.order = order;
-          check_same(communicator, call, node_size, seed);
-          call.kind = CollectiveKind::kReduce;
-          call.root = static_cast<int>(seed) % world_size;
-          call.num_elems = kLengths[(seed + 2) % std::size(kLengths)];
-          check_same(communicator, call, node_size, seed);
-        }
-      }
-    }
-  });
-}
-
-void narrower_wires_have_the_bits_of_two_shot(int num_nodes, int node_size) {
-  constexpr std::pair<DType, DType> kCasts[] = {
-      {DType::kFloat32, DType::kFloat16},    {DType::kFloat32, DType::kBFloat16},
-      {DType::kFloat64, DType::kFloat32},    {DType::kFloat64, DType::kFloat16},
-      {DType::kFloat16, DType::kBFloat16},   {DType::kBFloat16, DType::kFloat16},
-      {DType::kFloat32, DType::kFloat8E4M3}, {DType::kFloat16, DType::kFloat8E5M2},
-  };
-  const int world_size = num_nodes * node_size;
-  run_ranks(world_size, [&](Communicator& communicator) {
-    uint64_t seed = 0;
-    for (const auto& [dtype, wire] : kCasts) {
-      for (const ReduceOp op :
-           {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProduct, ReduceOp::kMax}) {
-        for (const schedule::SumOrder& order : orders_of(world_size, node_size, wire)) {
-          ++seed;
-          Call call = call_of(CollectiveKind::kAllReduce, dtype, {wire}, op,
-                              kLengths[seed % std::size(kLengths)], world_size);
-          call.order = order;
-          check_same(communicator, call, node_size, seed);
-        }
-      }
-    }
-  });
-}
-
-// In every wire format, with error feedback and stochastic rounding in turn.
-void buckets_have_the_bits_of_two_shot(int num_nodes, int node_size) {
-  const int world_size = num_nodes * node_size;
-  run_ranks(world_size, [&](Communicator& communicator) {
-    uint64_t seed = 0;
-    for (const DType wire : reducible_dtypes()) {
-      if (!is_wire_dtype(wire)) continue;
-      for (const bool is_block_scaled : {false, true}) {
-        if (is_block_scaled && !has_block_scaling(wire)) continue;
-        for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16}) {
-          for (const schedule::SumOrder& order : orders_of(world_size, node_size, wire)) {
-            ++seed;
-            Call call = call_of(CollectiveKind::kReduceBucket, dtype, {wire, is_block_scaled},
-                                ReduceOp::kAvg, kLengths[seed % std::size(kLengths)], world_size);
-            call.order = order;
-            call.pass.contribution_factor = 0.7f;
-            call.pass.result_factor = 0.5f;
-            call.pass.has_residual = seed % 2 == 0;
-            if (seed % 3 == 0) call.pass.stochastic_seed = seed;
-            check_same(communicator, call, node_size, seed);
-          }
-        }
-      }
-    }
-  });
-}
-
-// ---- in turn with everything else
-
-// Exact sums, with ranks late in turn, so that slots and flags carry over from call to call.
-void mixed_calls(int num_nodes, int node_size, int num_calls) {
-  run_ranks(num_nodes * node_size, [&](Communicator& communicator) {
-    Random same_on_all_ranks(static_cast<uint64_t>(node_size));
-    Random own(1000 + static_cast<uint64_t>(communicator.rank()));
-    for (int i = 0; i < num_calls; ++i) {
-      TestCall call = random_call(same_on_all_ranks, communicator.world_size());
-      const bool sums = call.kind == CollectiveKind::kAllReduce ||
-                        call.kind == CollectiveKind::kReduceBucket ||
-                        call.kind == CollectiveKind::kReduce;
-      if (sums && same_on_all_ranks.below(3) > 0) {
-        call.algorithm.reset();
-        call.hop.reset();
-        call.node_size = node_size;
-      }
-      dawdle(own);
-      call_and_check(communicator, call, static_cast<uint64_t>(i),
-                     own.below(2) == 0 ? CallerThread::kUser : CallerThread::kProgress);
-    }
-  });
-}
-
-// A rank that closes right after the last collective has done its part in it.
-void departure_is_no_failure() {
-  for (uint64_t seed = 0; seed < 20; ++seed) {
-    run_ranks(4, [&](Communicator& communicator) {
-      call_and_check(communicator, {.num_elems = 5000, .node_size = 2}, seed,
-                     CallerThread::kProgress);
-    });
-  }
-}
-
-// ---- the schedule
 
 constexpr std::pair<int, int> kLayouts[] = {{2, 2}, {2, 3}, {4, 2}, {2, 8}, {8, 8}, {2, 32}};
 
@@ -317,38 +123,6 @@ void blocks_of_an_order_are_the_nodes() {
   }
 }
 
-// ---- the plan
-
-void plan_picks_two_levels_where_bits_and_bytes_allow() {
-  const Planner planner(4, std::nullopt, /*node_size=*/2);
-  const auto chosen = [&](DType dtype, uint64_t num_elems, const OrderOptions& order) {
-    return planner.all_reduce(dtype, num_elems, {.order = order});
-  };
-  constexpr uint64_t kLong = schedule::kMinTwoLevelBytes;
-  const OrderOptions groups{.group_size = 2};
-  const OrderOptions tree{.is_tree = true};
-  check_equal(chosen(DType::kFloat32, kLong / 4, groups).node_size, 2, "ranks of a node");
-  const auto check_chosen = [&](Algorithm expected, DType dtype, uint64_t num_elems,
-                                const OrderOptions& order) {
-    const Call call = chosen(dtype, num_elems, order);
-    check(call.algorithm == expected, call.to_string());
-    check_equal(call.node_size, expected == Algorithm::kTwoLevel ? 2 : 0, call.to_string());
-    check(Call::from_words(call.to_words()) == call, "a call passes through its words");
-  };
-  check_chosen(Algorithm::kTwoLevel, DType::kFloat32, kLong / 4, groups);
-  check_chosen(Algorithm::kTwoLevel, DType::kFloat16, kLong / 2, tree);
-  check_chosen(Algorithm::kTwoLevel, DType::kInt8, kLong, {});
-  check_chosen(Algorithm::kTwoShot, DType::kFloat32, kLong / 4 - 1, groups);
-  check_chosen(Algorithm::kTwoShot, DType::kFloat32, kLong, {});
-  check_chosen(Algorithm::kTwoShot, DType::kFloat8E4M3, kLong, groups);  // more would cross
-  const Call reduce = planner.collective(CollectiveKind::kReduce, DType::kFloat32, kLong,
-                                         ReduceOp::kSum, 0, std::nullopt, groups);
-  check(reduce.algorithm == Algorithm::kTwoLevel, "reduce");
-  check(Planner(4).all_reduce(DType::kFloat32, kLong, {.order = groups}).algorithm ==
-            Algorithm::kTwoShot,
-        "ranks on one node");
-}
-
 void plan_refuses_two_levels_in_another_order() {
   const AllReduceOptions two_level{.algorithm = Algorithm::kTwoLevel};
   const auto refused = [&](const Planner& planner, OrderOptions order) {
@@ -374,27 +148,10 @@ void plan_refuses_two_levels_in_another_order() {
 }
 
 const CaseTable kCases{
-    {"two_level_plain-2x2", [] { plain_tensors_have_the_bits_of_two_shot(2, 2); }},
-    {"two_level_plain-2x3", [] { plain_tensors_have_the_bits_of_two_shot(2, 3); }},
-    {"two_level_plain-4x2", [] { plain_tensors_have_the_bits_of_two_shot(4, 2); }},
-    {"two_level_plain-2x8", [] { plain_tensors_have_the_bits_of_two_shot(2, 8); }},
-    {"two_level_wires-2x2", [] { narrower_wires_have_the_bits_of_two_shot(2, 2); }},
-    {"two_level_wires-2x3", [] { narrower_wires_have_the_bits_of_two_shot(2, 3); }},
-    {"two_level_wires-4x2", [] { narrower_wires_have_the_bits_of_two_shot(4, 2); }},
-    {"two_level_wires-2x8", [] { narrower_wires_have_the_bits_of_two_shot(2, 8); }},
-    {"two_level_buckets-2x2", [] { buckets_have_the_bits_of_two_shot(2, 2); }},
-    {"two_level_buckets-2x3", [] { buckets_have_the_bits_of_two_shot(2, 3); }},
-    {"two_level_buckets-4x2", [] { buckets_have_the_bits_of_two_shot(4, 2); }},
-    {"two_level_buckets-2x8", [] { buckets_have_the_bits_of_two_shot(2, 8); }},
-    {"two_level_mixed-2x2", [] { mixed_calls(2, 2, 600); }},
-    {"two_level_mixed-2x3", [] { mixed_calls(2, 3, 400); }},
-    {"two_level_mixed-4x2", [] { mixed_calls(4, 2, 200); }},
-    {"two_level_departure", departure_is_no_failure},
     {"two_level_rounds", rounds_fit_in_slots_and_parts_cover_them},
     {"two_level_crossing", less_crosses_between_nodes},
-    {"two_level_orders", blocks_of_an_order_are_the_nodes},
-    {"two_level_plan", plan_picks_two_levels_where_bits_and_bytes_allow},
     {"two_level_refused", plan_refuses_two_levels_in_another_order},
+    {"two_level_orders", blocks_of_an_order_are_the_nodes},
 };
 
 }  // namespace

@@ -92,26 +92,6 @@ void rank_that_has_left_is_named() {
   });
 }
 
-// Connected ranks hold neither a descriptor of their memory nor the socket, and unconnected ones
-// no memory.
-void unconnected_ranks_hold_few_descriptors() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
-    const int64_t num_files = num_open_files();
-    {
-      SharedMemoryRank first = make_rank(store, index);
-      check_num_open_files(num_files + 1, "descriptors: the socket");
-      const SharedMemoryRank second = make_rank(store, index);
-      check_num_open_files(num_files + 1, "descriptors of two groups");
-      store.set(join("counted/", index), "1");
-      store.await(join("counted/", 1 - index));
-      connect_now(first)->barrier(CallerThread::kUser);
-    }
-    check_num_open_files(num_files, "descriptors at the end");
-  });
-}
-
 // Rank 1 lacks memory when rank 0 connects to it, although it does not use the group itself.
 void rank_without_memory_refuses() {
   const TemporaryDirectory directory;
@@ -170,7 +150,6 @@ const CaseTable kCases{
     {"unconnected_idle", idle_rank_is_connected_to},
     {"unconnected_leaves", rank_that_leaves_unconnected_has_left},
     {"unconnected_has_left", rank_that_has_left_is_named},
-    {"unconnected_descriptors", unconnected_ranks_hold_few_descriptors},
     {"unconnected_without_memory", rank_without_memory_refuses},
     {"bootstrap_made_again", group_made_again_waits_for_the_peer_to_make_it_again},
     {"unconnected_forked", forked_child_drops_an_unconnected_rank},

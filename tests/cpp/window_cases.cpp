@@ -5,7 +5,6 @@
 #include <array>
 
 #include "check.h"
-#include "cpu/element_loops.h"
 #include "random.h"
 #include "window_world.h"
 
@@ -105,99 +104,6 @@ void sums_are_atomic(std::vector<std::string> host_of, DType dtype, int num_roun
   });
 }
 
-// Rounded once, in blocks that start with the contribution, wherever chunks end.
-void contributions_are_rounded_to_the_wire() {
-  constexpr uint64_t kOffset = 7, kNumElems = 40'000;
-  std::vector<float> values(kNumElems);
-  for (uint64_t i = 0; i < kNumElems; ++i) {
-    values[i] = static_cast<float>(i) * 0.37f - 1000;
-  }
-  for (const WireFormat wire : {WireFormat{DType::kBFloat16}, WireFormat{DType::kFloat16, true},
-                                WireFormat{DType::kFloat8E4M3, true}}) {
-    WindowWorld world(1, (kOffset + kNumElems) * sizeof(float));
-    const auto window = world.window(0);
-    window->accumulate(0, kOffset, values.data(), DType::kFloat32, kNumElems, wire);
-    std::vector<std::byte> bytes(wire.num_bytes(kNumElems));
-    const WirePlace place = wire.place(bytes.data(), kNumElems);
-    const cpu::WireLoops& loops = cpu::element_loops().wire(wire);
-    loops.encode(values.data(), place, kNumElems, 1);
-    std::vector<float> expected(kNumElems);
-    loops.decode_sum({.srcs = &place, .num = 1}, expected.data(), kNumElems, 1);
-    const float* sums = world.data<float>(0);
-    check(std::equal(expected.begin(), expected.end(), sums + kOffset), "the rounded sums");
-    check(std::all_of(sums, sums + kOffset, [](float sum) { return sum == 0; }), "those before");
-  }
-}
-
-void wrong_arguments_are_refused() {
-  WindowWorld world(2, 100, 3);
-  const auto window = world.window(0);
-  std::array<std::byte, 200> bytes{};
-  const auto refusal = [](auto&& body) {
-    return std::string(expect_error(ErrorKind::kValue, body).what());
-  };
-  check_contains(refusal([&] { window->put(2, 0, bytes.data(), 1, 1); }),
-                 "rota.Window.put: rank 0/2: the rank is 2, expected 0 to 1");
-  check_contains(refusal([&] { window->get(-1, 0, bytes.data(), 1, 1); }), "the rank is -1");
-  check_contains(refusal([&] { window->put(1, 90, bytes.data(), 11, 1); }),
-                 "elements 90 to 101 of rank 1's window, which has 100");
-  check_contains(refusal([&] { window->get(1, ~uint64_t{0} / 4 + 2, bytes.data(), 2, 4); }),
-                 "rank 1's");
-  check_contains(
-      refusal([&] { window->accumulate(1, 20, bytes.data(), DType::kInt32, 6, std::nullopt); }),
-      "elements 20 to 26 of rank 1's window, which has 25");
-  check_contains(refusal([&] { window->signal(1, 3); }), "the channel is 3, expected 0 to 2");
-  check_contains(refusal([&] { window->wait_any_signal({}, 0, std::nullopt); }), "0 ranks");
-  window->put(1, 100, bytes.data(), 0, 1);
-  check_equal(window->num_signals(1, 0), uint64_t{0}, "signals");
-}
-
-void waits_end_at_their_timeout() {
-  using std::chrono::milliseconds;
-  WindowWorld world(2, 64);
-  const auto window = world.window(0, {.timeout = milliseconds(20)});
-  const Error error =
-      expect_error(ErrorKind::kTimeout, [&] { window->wait_signal(1, 0, std::nullopt); });
-  check_contains(error.what(), "rota.Window.wait_signal: rank 0/2 waited ");
-  check_contains(error.what(), " ms for rank 1, a signal on channel 0; is it alive?");
-  expect_error(ErrorKind::kTimeout, [&] { window->wait_signal(1, 0, milliseconds(5)); });
-  world.window(1)->signal(0, 0);
-  window->wait_signal(1, 0, std::nullopt);  // the waits that failed have taken none
-
-  struct Interrupt {};
-  WindowWorld other(2, 64);
-  const auto interrupted = other.window(0, {.check_interrupt = [] { throw Interrupt(); }});
-  try {
-    interrupted->wait_signal(1, 0, std::nullopt);
-    fail("the wait was not interrupted");
-  } catch (const Interrupt&) {
-  }
-}
-
-void closed_windows_are_refused() {
-  WindowWorld world(3, 64);
-  const auto window = world.window(0);
-  world.window(1)->signal(0, 0);
-  world.control(1).closed.publish(1);
-  int number = 0;
-  const auto refusal = [](auto&& body) {
-    return std::string(expect_error(ErrorKind::kPeerFailed, body).what());
-  };
-  check_contains(refusal([&] { window->put(1, 0, &number, 1, sizeof(number)); }),
-                 "rota.Window.put: rank 0/3: rank 1 has closed its window");
-  refusal([&] { window->get(1, 0, &number, 1, sizeof(number)); });
-  refusal([&] { window->accumulate(1, 0, &number, DType::kInt32, 1, std::nullopt); });
-  refusal([&] { window->signal(1, 0); });
-  refusal([&] { window->view(1); });
-  check(!window->is_alive(1) && window->is_alive(2), "who is alive");
-  window->wait_signal(1, 0, std::nullopt);  // which it had sent before
-  check_contains(refusal([&] { window->wait_signal(1, 0, std::nullopt); }),
-                 "waits in vain for rank 1, a signal on channel 0");
-  world.window(2)->signal(0, 0);
-  constexpr std::array kBoth{1, 2};
-  check_equal(window->wait_any_signal(kBoth, 0, std::nullopt), 2, "the one that is left");
-}
-
 // As left by a rank that was killed while it added.
 void lock_of_a_lost_rank_is_an_error() {
   WindowWorld world(3, 64);
@@ -223,10 +129,6 @@ const CaseTable kCases{
     {"remote_window_sums", [] { sums_are_atomic<float>(kTwoByTwo, DType::kFloat32, 4); }},
     {"remote_window_sums-float16",
      [] { sums_are_atomic<float>(kTwoByTwo, DType::kFloat32, 4, WireFormat{DType::kFloat16}); }},
-    {"window_wire", contributions_are_rounded_to_the_wire},
-    {"window_arguments", wrong_arguments_are_refused},
-    {"window_timeout", waits_end_at_their_timeout},
-    {"window_closed", closed_windows_are_refused},
     {"window_lost_lock", lock_of_a_lost_rank_is_an_error},
 };
 

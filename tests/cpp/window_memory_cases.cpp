@@ -30,25 +30,6 @@ std::shared_ptr<OpenedWindow> open(const std::string& address) {
   return OpenedWindow::open(address, "rank 1", [] {});
 }
 
-void openers_see_what_the_owner_writes() {
-  const std::span<std::byte> block = allocate(3 * 4096);
-  // Not at the start of a page.
-  WindowMemory memory(block.subspan(5000, 100), 7, WindowAccess::kWrite);
-  const auto opened = open(memory.address());
-  const auto again = open(memory.address());
-  check_equal(opened->view().data.size(), size_t{100}, "bytes");
-  check_equal(opened->view().num_words, uint64_t{7}, "words");
-  check(opened->view().data.data() != memory.view().data.data(), "a mapping of its own");
-  memory.view().data[99] = std::byte{9};
-  publish_word(memory.view(), 6, 4711);
-  check(wait_word(*opened, 6, 4711, kPatience, "rank 1", [] {}), "the word");
-  check(opened->view().data[99] == std::byte{9}, "what the owner wrote");
-  opened->view().data[0] = std::byte{8};
-  check(block[5000] == std::byte{8} && again->view().data[0] == std::byte{8}, "what it wrote");
-  check(!wait_word(*opened, 6, 4712, std::chrono::milliseconds(2), "rank 1", [] {}), "no more");
-  per_process<Heap>().release(block.data());
-}
-
 void closed_window_is_seen_and_not_opened() {
   const std::span<std::byte> block = allocate(64);
   auto memory = std::make_unique<WindowMemory>(block, 1, WindowAccess::kRead);
@@ -150,25 +131,12 @@ void checksums_differ() {
   check(cpu::checksum(zeroes.data(), 10) != cpu::checksum(zeroes.data(), 11), "lengths");
 }
 
-// Long enough to go past the caches.
-void long_copies_are_whole() {
-  std::vector<uint32_t> source((size_t{200} << 20) / sizeof(uint32_t) + 3);
-  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint32_t>(i * 2654435761u);
-  std::vector<uint32_t> copy(source.size());
-  const size_t num_bytes = source.size() * sizeof(uint32_t) - 1;
-  check_equal(cpu::copy_with_checksum(copy.data(), source.data(), num_bytes),
-              cpu::checksum(source.data(), num_bytes), "the sum");
-  check(std::memcmp(copy.data(), source.data(), num_bytes) == 0, "the copy");
-}
-
 const CaseTable kCases{
-    {"window_memory_openers", openers_see_what_the_owner_writes},
     {"window_memory_closed", closed_window_is_seen_and_not_opened},
     {"window_memory_place", place_is_used_again_once_nobody_maps_it},
     {"window_memory_damaged", damaged_addresses_are_refused},
     {"window_memory_many", many_open_at_once},
     {"checksum_differs", checksums_differ},
-    {"checksum_long", long_copies_are_whole},
 };
 
 }  // namespace

@@ -18,12 +18,11 @@ namespace rota::test {
 
 inline constexpr uint64_t kWindowNumber = 7;
 
-// One rank's window. What reaches and serves other hosts is null where all ranks are on one.
+// One rank's window. What reaches other hosts is null where all ranks are on one.
 struct WindowRank {
   int rank;
   Window& window;
   hosts::RemoteWindow* remote;
-  hosts::WindowService* service;
 };
 
 class WindowWorld {
@@ -61,8 +60,7 @@ class WindowWorld {
   }
 
   // A rank's window; of several hosts with `remote`, which the caller opens.
-  std::unique_ptr<Window> window(int rank, const RanksOptions& options = {},
-                                 std::shared_ptr<hosts::RemoteWindow> remote = nullptr) {
+  std::unique_ptr<Window> window(int rank, std::shared_ptr<hosts::RemoteWindow> remote = nullptr) {
     std::vector<RankWindow> ranks;
     for (int peer = 0; peer < world_size(); ++peer) {
       if (hosts_.place_of(peer).host == hosts_.place_of(rank).host) {
@@ -72,36 +70,34 @@ class WindowWorld {
         ranks.push_back({.view = {.data = {nowhere, num_bytes_}}, .is_remote = true});
       }
     }
-    return std::make_unique<Window>(
-        rank, std::move(ranks), num_channels_,
-        Window::Options{.timeout = options.timeout, .check_interrupt = options.check_interrupt},
-        std::move(remote));
+    return std::make_unique<Window>(rank, std::move(ranks), num_channels_,
+                                    Window::Options{.timeout = kPatience, .check_interrupt = [] {}},
+                                    std::move(remote));
   }
 
   // Runs body on every rank; no rank leaves before all are done.
-  void run(const std::function<void(WindowRank&)>& body, const RanksOptions& options = {}) {
-    run_threads(world_size(), [&](int rank) { run_rank(rank, body, options); });
+  void run(const std::function<void(WindowRank&)>& body) {
+    run_threads(world_size(), [&](int rank) { run_rank(rank, body); });
   }
 
   // Until all ranks are here.
   void rendezvous() { all_.arrive_and_wait(); }
 
  private:
-  void run_rank(int rank, const std::function<void(WindowRank&)>& body,
-                const RanksOptions& options) {
+  void run_rank(int rank, const std::function<void(WindowRank&)>& body) {
     std::optional<hosts::WindowService> service;
     std::shared_ptr<hosts::RemoteWindow> remote;
     if (hosts_.num_hosts() > 1) {
       service.emplace(network_.connect(rank), hosts_, rank, 0);
       remote = std::make_shared<hosts::RemoteWindow>(*service, kWindowNumber, dtype_);
     }
-    const auto window = this->window(rank, options, remote);
+    const auto window = this->window(rank, remote);
     if (remote) remote->open(remote, *window);
     const auto close = [&] {
       if (remote) remote->close();
     };
     rendezvous();
-    WindowRank self{rank, *window, remote.get(), service ? &*service : nullptr};
+    WindowRank self{rank, *window, remote.get()};
     try {
       body(self);
       rendezvous();
