@@ -92,21 +92,35 @@ def test_all_reduce_adds_in_order(order: Order, dtype: torch.dtype) -> None:
 
 
 def check_bucket(rank: Rank, order: Order) -> None:
+    """Against the oracle, and, with what that does not know, each algorithm against the first."""
     communicator = order.communicator(rank)
     for wire, length in itertools.product(BUCKET_WIRES, LENGTHS):
         inputs = random_inputs(communicator.world_size, length, torch.float32)
         expected = reduce_bucket(inputs, wire, divisor=8.0, **order.options)
-        for algorithm in order.algorithms:
+        firsts: list[torch.Tensor] = []
+        cases = [(algorithm, False) for algorithm in order.algorithms]
+        cases += [(algorithm, True) for algorithm in sorted(set(order.algorithms))]
+        for algorithm, rounds_randomly in cases:
+            bucket, stats = inputs[rank.rank].clone(), torch.zeros(2, dtype=torch.float64)
+            residual = inputs[rank.rank] * 1e-3 if rounds_randomly else None
             communicator.reduce_bucket(
-                bucket := inputs[communicator.rank].clone(),
-                torch.zeros(2, dtype=torch.float64),
+                bucket,
+                stats,
                 wire_dtype=wire.dtype,
                 block_scaling=wire.block_scaling,
                 divisor=8.0,
+                residual=residual,
+                stochastic_seed=7 if rounds_randomly else None,
                 algorithm=algorithm,
                 **order.options,
             )
-            assert_same(bucket, expected, f"{algorithm} {wire} {length}")
+            what = f"{algorithm} {wire} {length}"
+            if residual is None:
+                assert_same(bucket, expected, what)
+                continue
+            firsts = firsts or [bucket, stats, residual]
+            for got, first in zip((bucket, stats, residual), firsts, strict=True):
+                assert_same(got, first, what)
 
 
 @each_order
