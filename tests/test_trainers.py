@@ -10,6 +10,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,16 +51,20 @@ def own_operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def reports_on(backend: str, script: Path, what: str) -> dict[int, str]:
-    """What each rank reports, by rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", str(script), backend]
+    """What each rank reports, by rank: to a file of its own, since long lines mix in a pipe."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1"]
     for _ in range(5):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+        with tempfile.TemporaryDirectory() as logs:
+            command = [*launcher, f"--log-dir={logs}", "--nproc-per-node=2", str(script), backend]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT
+            )
+            text = "".join(path.read_text() for path in Path(logs).rglob("stdout.log"))
         if backend != "gloo" or ABORT_OF_GLOO not in done.stderr:
             break
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(rf"^{backend} rank (\d) {what} \[(.+)\]$", done.stdout, re.MULTILINE)
-    assert len(lines) == 2, done.stdout
+    assert done.returncode == 0, text + done.stderr
+    lines = re.findall(rf"^{backend} rank (\d) {what} \[(.+)\]$", text, re.MULTILINE)
+    assert len(lines) == 2, text
     return {int(rank): report for rank, report in lines}
 
 
