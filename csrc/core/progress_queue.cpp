@@ -54,12 +54,6 @@ bool ProgressQueue::is_idle() const {
          fork_generation_ != fork_generation();
 }
 
-bool ProgressQueue::has_ended() const {
-  if (fork_generation_ != fork_generation()) return true;
-  const std::lock_guard lock(state_->mutex);
-  return state_->thread == nullptr && state_->num_left == 0;
-}
-
 void ProgressQueue::end(bool awaits_left) {
   if (fork_generation_ != fork_generation()) return;
   std::unique_lock lock(state_->mutex);

@@ -47,8 +47,6 @@ class ProgressQueue {
 
   // True when no task is queued or in its turn, so that the caller may run its work itself.
   bool is_idle() const;
-  // True when no thread is borrowed, also none that has left the queue.
-  bool has_ended() const;
 
  private:
   // Shared with the threads, because a task may destroy the queue.

@@ -211,7 +211,6 @@ void task_that_has_left_waits_for_a_later_one() {
       has_run.notify_all();
     });
     queue.close();
-    check(queue.has_ended(), "a closed queue has no thread");
   }
 }
 
@@ -246,7 +245,6 @@ void close_waits_for_a_task_that_has_left() {
       has_ended = true;
     });
     wait_until_idle(queue);
-    check(!queue.has_ended(), "a task that has left counts until it ends");
     std::thread other([&] {
       may_end = true;
       may_end.notify_all();
