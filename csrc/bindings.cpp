@@ -7,7 +7,6 @@
 
 #include "base/build_id.h"
 #include "base/wire_format.h"
-#include "bindings.h"
 #include "c10d/process_group.h"
 #include "cpu/element_loops.h"
 #include "cuda/device_info.h"
@@ -20,15 +19,17 @@
 #include "schedule/tuning.h"
 #include "tensor/communicator_methods.h"
 #include "tensor/errors.h"
-#include "tensor/gpu_classes.h"
-#include "tensor/gpu_self_test.h"
-#include "tensor/heap_pool.h"
+#include "tensor/gil.h"
+#include "tensor/gpus.h"
 #include "tensor/heap_tensor.h"
+#include "tensor/hosts/torch_connections.h"
 #include "tensor/options.h"
 #include "tensor/signals.h"
+#include "tensor/stored_bytes.h"
 #include "tensor/tensor_checks.h"
 #include "tensor/tensor_communicator.h"
 #include "tensor/thread_state.h"
+#include "tensor/window.h"
 #include "transport/available_memory.h"
 #include "transport/host_id.h"
 #include "transport/numa_node.h"
@@ -38,7 +39,6 @@ namespace py = pybind11;
 namespace {
 
 using namespace rota::tensors;  // NOLINT: this file is a list of its names
-using rota::c10d_backend::Delegate;
 using rota::c10d_backend::ProcessGroupRota;
 namespace schedule = rota::schedule;
 
@@ -127,27 +127,120 @@ void bind_gpu_self_test(py::module_ module) {
       .def_readonly("num_formats", &KernelReport::num_formats)
       .def_readonly("findings", &KernelReport::findings)
       .def_readonly("milliseconds", &KernelReport::milliseconds);
+  module.def("gpu_self_test", &run_gpu_self_test, py::arg("device"), ReleaseGil());
+  module.def("recorded_gpu_self_test", &recorded_gpu_self_test, py::arg("device"), ReleaseGil());
   module.def(
-      "gpu_self_test",
-      [](int device) { return with_python_errors([&] { return run_gpu_self_test(device); }); },
-      py::arg("device"), ReleaseGil());
-  module.def(
-      "recorded_gpu_self_test",
-      [](int device) { return with_python_errors([&] { return recorded_gpu_self_test(device); }); },
-      py::arg("device"), ReleaseGil());
-  module.def(
-      "gpu_driver",
-      [](int device) {
-        return with_python_errors([&] { return rota::cuda::gpu_info(device).driver; });
-      },
+      "gpu_driver", [](int device) { return rota::cuda::gpu_info(device).driver; },
       py::arg("device"), ReleaseGil());
 }
 
-// The values that every `algorithm` argument accepts.
-py::tuple algorithm_names() {
-  std::vector<std::string_view> names{"auto"};
-  names.insert(names.end(), schedule::kAlgorithmNames.begin(), schedule::kAlgorithmNames.end());
-  return py::tuple(py::cast(names));
+void bind_windows(py::module_ module) {
+  py::class_<ExposedTensor, std::shared_ptr<ExposedTensor>>(module, "ExposedTensor")
+      .def(py::init(&ExposedTensor::make), py::arg("tensor"), py::arg("num_words"),
+           py::arg("others_may_write"), py::kw_only(), py::arg("torch_holds_it") = false,
+           ReleaseGil())
+      .def_property_readonly("tensor", &ExposedTensor::tensor)
+      .def_property_readonly("address", &ExposedTensor::address)
+      .def("load", &ExposedTensor::load, py::arg("word"))
+      .def("publish", &ExposedTensor::publish, py::arg("word"), py::arg("value"), ReleaseGil())
+      .def("close", &ExposedTensor::close, ReleaseGil());
+
+  py::class_<OpenedTensor, std::shared_ptr<OpenedTensor>>(module, "OpenedTensor")
+      .def(py::init<const std::string&, std::string, Milliseconds>(), py::arg("address"),
+           py::arg("who"), py::arg("timeout"), ReleaseGil())
+      .def_property_readonly("pid", &OpenedTensor::pid)
+      .def_property_readonly("is_open", &OpenedTensor::is_open)
+      .def_property_readonly("bytes", &OpenedTensor::bytes)
+      .def("load", &OpenedTensor::load, py::arg("word"))
+      .def("wait", &OpenedTensor::wait, py::arg("word"), py::arg("value"), py::arg("timeout"),
+           ReleaseGil());
+
+  using rota::hosts::WindowService;
+  py::class_<WindowService, std::shared_ptr<WindowService>>(module, "WindowService")
+      .def(py::init(
+               [](BackendPtr backend, const std::vector<std::string>& hosts, int rank, int number) {
+                 auto service = std::make_unique<WindowService>(
+                     std::make_shared<TorchConnections>(std::move(backend)), schedule::Hosts(hosts),
+                     rank, number);
+                 // A forked child has a copy, but none of its threads, nor of the engine's: both
+                 // would be waited for.
+                 return std::shared_ptr<WindowService>(
+                     service.release(), [generation = rota::fork_generation()](WindowService* old) {
+                       const GilReleased gil_released;
+                       if (generation == rota::fork_generation()) delete old;
+                     });
+               }),
+           py::arg("backend"), py::arg("hosts"), py::arg("rank"), py::arg("number"), ReleaseGil())
+      .def_property_readonly("is_usable", &WindowService::is_usable);
+
+  py::class_<TensorWindow, std::shared_ptr<TensorWindow>>(module, "Window")
+      .def(py::init<std::shared_ptr<ExposedTensor>, int,
+                    const std::vector<std::shared_ptr<OpenedTensor>>&, int, Milliseconds,
+                    std::shared_ptr<WindowService>, uint64_t>(),
+           py::arg("own"), py::arg("rank"), py::arg("others"), py::arg("num_channels"),
+           py::arg("timeout"), py::arg("service") = py::none(), py::arg("number") = 0, ReleaseGil())
+      .def_property_readonly("rank", &TensorWindow::rank)
+      .def_property_readonly("world_size", &TensorWindow::world_size)
+      .def("put", &TensorWindow::put, py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,
+           ReleaseGil())
+      .def("get", &TensorWindow::get, py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,
+           ReleaseGil())
+      .def(
+          "accumulate",
+          [](TensorWindow& self, const at::Tensor& tensor, int rank, int64_t offset,
+             std::optional<at::ScalarType> wire_dtype, std::optional<bool> block_scaling) {
+            std::optional<rota::WireFormat> wire;
+            if (wire_dtype) wire = parse_wire("Window.accumulate", *wire_dtype, block_scaling);
+            self.accumulate(tensor, rank, offset, wire);
+          },
+          py::arg("tensor"), py::arg("rank"), py::arg("offset") = 0,
+          py::arg("wire_dtype") = py::none(), py::arg("block_scaling") = py::none(), ReleaseGil())
+      .def("view", &TensorWindow::view, py::arg("rank"), ReleaseGil())
+      .def("signal", &TensorWindow::signal, py::arg("rank"), py::arg("channel") = 0, ReleaseGil())
+      .def("wait_signal", &TensorWindow::wait_signal, py::arg("rank"), py::arg("channel") = 0,
+           py::arg("timeout") = py::none(), ReleaseGil())
+      .def("wait_any_signal", &TensorWindow::wait_any_signal, py::arg("ranks"),
+           py::arg("channel") = 0, py::arg("timeout") = py::none(), ReleaseGil())
+      .def("num_signals", &TensorWindow::num_signals, py::arg("rank"), py::arg("channel") = 0,
+           ReleaseGil())
+      .def("is_alive", &TensorWindow::is_alive, py::arg("rank"), ReleaseGil())
+      .def("close", &TensorWindow::close, ReleaseGil());
+
+  module.def("move_storage", &move_storage, py::arg("tensor"), py::arg("place"), py::kw_only(),
+             py::arg("copies"), ReleaseGil());
+  module.def("checksum", &checksum, py::arg("tensor"), ReleaseGil());
+  module.def("copy_with_checksum", &copy_with_checksum, py::arg("dst"), py::arg("src"),
+             ReleaseGil());
+  const auto parse = [](at::ScalarType wire_dtype, bool block_scaling) {
+    return parse_wire("encode", wire_dtype, block_scaling);
+  };
+  module.def(
+      "encoded_bytes",
+      [parse](int64_t num_elems, at::ScalarType wire_dtype, bool block_scaling) {
+        return encoded_bytes(num_elems, parse(wire_dtype, block_scaling));
+      },
+      py::arg("num_elems"), py::arg("wire_dtype"), py::arg("block_scaling"));
+  module.def(
+      "encode",
+      [parse](const at::Tensor& bytes, const at::Tensor& values, at::ScalarType wire_dtype,
+              bool block_scaling) { encode(bytes, values, parse(wire_dtype, block_scaling)); },
+      py::arg("bytes"), py::arg("values"), py::arg("wire_dtype"), py::arg("block_scaling"),
+      ReleaseGil());
+  module.def(
+      "decode",
+      [parse](const at::Tensor& values, const at::Tensor& bytes, at::ScalarType wire_dtype,
+              bool block_scaling) { decode(values, bytes, parse(wire_dtype, block_scaling)); },
+      py::arg("values"), py::arg("bytes"), py::arg("wire_dtype"), py::arg("block_scaling"),
+      ReleaseGil());
+}
+
+// Applies to what torch's own classes call of this module, too.
+void translate_error(std::exception_ptr exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const rota::Error& error) {
+    torch::translate_exception_to_python(std::make_exception_ptr(PythonError(error)));
+  }
 }
 
 }  // namespace
@@ -157,43 +250,38 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&TensorCommunicator::end_progress_of_all));
   keep_progress_thread_states();
+  py::register_exception_translator(&translate_error);
 
   py::module_ schedule_module = module.def_submodule("schedule");
   bind_schedule(schedule_module);
   bind_cost(schedule_module);
   bind_tuning(module);
-  module.attr("ALGORITHMS") = algorithm_names();
+  // The values that every `algorithm` argument accepts.
+  std::vector<std::string_view> algorithms{"auto"};
+  algorithms.insert(algorithms.end(), schedule::kAlgorithmNames.begin(),
+                    schedule::kAlgorithmNames.end());
+  module.attr("ALGORITHMS") = py::tuple(py::cast(algorithms));
   module.attr("BUCKET_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_bucket_dtype)));
   module.attr("WIRE_DTYPES") = py::tuple(py::cast(dtype_names(rota::is_wire_dtype)));
   module.attr("BLOCK_SCALED_DTYPES") = py::tuple(py::cast(dtype_names(rota::has_block_scaling)));
-  module.def("host_id", [] { return with_python_errors(rota::transport::host_id); });
-  module.def("numa_node",
-             [] { return with_python_errors([] { return rota::transport::numa_node().number; }); });
+  module.def("host_id", &rota::transport::host_id);
+  module.def("numa_node", [] { return rota::transport::numa_node().number; });
   module.def("available_memory", &rota::transport::available_memory);
-  module.def(
-      "make_heap_tensor",
-      [](const std::vector<int64_t>& size, at::ScalarType dtype) {
-        return with_python_errors([&] { return rota::tensors::make_heap_tensor(size, dtype); });
-      },
-      py::arg("size"), py::arg("dtype"), ReleaseGil());
+  module.def("make_heap_tensor", &make_heap_tensor, py::arg("size"), py::arg("dtype"),
+             ReleaseGil());
   py::class_<HeapPool>(module, "HeapPool")
       .def(py::init<>())
-      .def(
-          "empty",
-          [](HeapPool& self, int64_t num_elems, at::ScalarType dtype) {
-            return with_python_errors([&] { return self.empty(num_elems, dtype); });
-          },
-          py::arg("num_elems"), py::arg("dtype"), ReleaseGil());
+      .def("empty", &HeapPool::empty, py::arg("num_elems"), py::arg("dtype"), ReleaseGil());
   module.def(
       "check_messages_apart",
       [](const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& received) {
-        with_python_errors([&] { check_messages_apart(sent, received); });
+        check_messages_apart(sent, received);
       },
       py::arg("sent"), py::arg("received"), ReleaseGil());
   module.def("block_elems", &block_elems, py::arg("wire_dtype"));
   module.def("isa", [] { return rota::cpu::element_loops().isa; });
   module.def("cuda_archs", &rota::cuda::archs);
-  module.def("cuda_devices", [] { return with_python_errors(rota::cuda::devices); });
+  module.def("cuda_devices", &rota::cuda::devices);
   module.def("build_id", &rota::build_id);
   bind_gpu_self_test(module);
   bind_windows(module);
@@ -209,12 +297,13 @@ PYBIND11_MODULE(_C, module) {
                        OptionalDType wire_dtype, std::string_view order,
                        std::optional<int64_t> num_shards, OptionalDType inter_wire_dtype,
                        bool inter_block_scaling) {
-             auto options = c10::make_intrusive<BackendOptions>(
-                 timeout, slot_bytes, wire_dtype,
-                 parse_order("BackendOptions", order, std::nullopt, num_shards),
-                 parse_inter_wire(inter_wire_dtype, inter_block_scaling));
-             options->check_interrupt = check_python_signals;
-             return options;
+             return c10::make_intrusive<BackendOptions>(
+                 timeout,
+                 TensorCommunicatorOptions{
+                     .slot_bytes = slot_bytes,
+                     .check_interrupt = check_python_signals,
+                     .inter_wire = parse_inter_wire(inter_wire_dtype, inter_block_scaling)},
+                 wire_dtype, parse_order("BackendOptions", order, std::nullopt, num_shards));
            }),
            py::arg("timeout"), py::arg("slot_bytes"), py::arg("wire_dtype"), py::arg("order"),
            py::arg("num_shards"), py::arg("inter_wire_dtype"), py::arg("inter_block_scaling"))
@@ -231,7 +320,8 @@ PYBIND11_MODULE(_C, module) {
   py::class_<ProcessGroupRota, c10::intrusive_ptr<ProcessGroupRota>>(module, "ProcessGroupRota",
                                                                      backend)
       .def(py::init([](const StorePtr& store, int rank, int world_size,
-                       ProcessGroupRota::OptionsPtr options, Delegate::Make make_delegate,
+                       ProcessGroupRota::OptionsPtr options,
+                       ProcessGroupRota::MakeDelegate make_delegate,
                        rota::c10d_backend::MakeWindow make_window,
                        decltype(ProcessGroupRota::Membership::handle) handle,
                        decltype(ProcessGroupRota::Membership::reconfigure) reconfigure) {

@@ -3,69 +3,57 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <algorithm>
-
-#include "base/timeout.h"
-#include "schedule/direct.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
 #include "tensor/heap_tensor.h"
-#include "tensor/joint_work.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::c10d_backend {
 namespace {
 
-// What a reduction of c10d is in rota.
-struct Reduction {
-  ReduceOp op;
-  std::optional<double> premul_factor;
-  OrderOptions order;
-
-  AllReduceOptions options() const { return {.op = op, .order = order}; }
-};
-
-Reduction reduction_of(std::string_view collective, const ::c10d::ReduceOp& op,
-                       const OrderOptions& order) {
+// A reduction of c10d, without its tensors.
+Operation reduction_of(CollectiveKind kind, const ::c10d::ReduceOp& op, const OrderOptions& order) {
+  const auto by = [&](ReduceOp own, std::optional<double> premul_factor = {}) -> Operation {
+    return {.kind = kind, .reduction = {.op = own, .order = order}, .premul_factor = premul_factor};
+  };
   switch (static_cast<::c10d::ReduceOp::RedOpType>(op)) {
     case ::c10d::ReduceOp::SUM:
-      return {ReduceOp::kSum, {}, order};
+      return by(ReduceOp::kSum);
     case ::c10d::ReduceOp::AVG:
-      return {ReduceOp::kAvg, {}, order};
+      return by(ReduceOp::kAvg);
     case ::c10d::ReduceOp::PRODUCT:
-      return {ReduceOp::kProduct, {}, order};
+      return by(ReduceOp::kProduct);
     case ::c10d::ReduceOp::MIN:
-      return {ReduceOp::kMin, {}, order};
+      return by(ReduceOp::kMin);
     case ::c10d::ReduceOp::MAX:
-      return {ReduceOp::kMax, {}, order};
+      return by(ReduceOp::kMax);
     case ::c10d::ReduceOp::BAND:
-      return {ReduceOp::kBand, {}, order};
+      return by(ReduceOp::kBand);
     case ::c10d::ReduceOp::BOR:
-      return {ReduceOp::kBor, {}, order};
+      return by(ReduceOp::kBor);
     case ::c10d::ReduceOp::BXOR:
-      return {ReduceOp::kBxor, {}, order};
+      return by(ReduceOp::kBxor);
     case ::c10d::ReduceOp::PREMUL_SUM: {
       const auto* factor =
           dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (factor == nullptr) break;
       const bool is_tensor = factor->tensor_factor.defined();
-      return {ReduceOp::kSum,
-              is_tensor ? factor->tensor_factor.item<double>() : factor->double_factor, order};
+      return by(ReduceOp::kSum,
+                is_tensor ? factor->tensor_factor.item<double>() : factor->double_factor);
     }
     case ::c10d::ReduceOp::UNUSED:
       break;
   }
   throw PythonError(Error(ErrorKind::kValue,
-                          join("rota.", collective,
+                          join("rota.", name(kind),
                                ": this reduce op is not supported; expected SUM, AVG, PRODUCT, "
                                "MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM with its factor")));
 }
 
 // Stands for a group before its first reconfigure(): every call raises.
 std::shared_ptr<TensorCommunicator> without_members() {
-  auto communicator = TensorCommunicator::make(
-      c10::make_intrusive<::c10d::HashStore>(), /*rank=*/0, /*world_size=*/1,
-      {.timeout = std::chrono::seconds(1), .check_interrupt = [] {}});
+  auto communicator = TensorCommunicator::make(c10::make_intrusive<::c10d::HashStore>(), /*rank=*/0,
+                                               /*world_size=*/1, std::chrono::seconds(1),
+                                               {.check_interrupt = [] {}});
   communicator->abort("this process group has no members; call reconfigure");
   return communicator;
 }
@@ -80,11 +68,8 @@ const at::Tensor& only_tensor(std::string_view call, const Tensors& tensors) {
   return tensors[0];
 }
 
-void check_as_many(std::string_view call, size_t num_outputs, size_t num_inputs) {
-  TORCH_CHECK_VALUE(num_outputs == num_inputs, "rota.", call, ": ", num_outputs, " outputs for ",
-                    num_inputs, " inputs; expected as many");
-}
-
+// One tensor, or a list with one for each rank.
+at::TensorList by_rank(std::string_view, const at::Tensor& tensor, int) { return tensor; }
 at::TensorList by_rank(std::string_view call, const Tensors& tensors, int world_size) {
   TORCH_CHECK_VALUE(tensors.size() == static_cast<size_t>(world_size), "rota.", call,
                     ": a list of ", tensors.size(), " tensors, expected world_size = ", world_size);
@@ -100,43 +85,28 @@ at::TensorList list_of_root(std::string_view call, const std::vector<Tensors>& l
   return by_rank(call, lists[0], world_size);
 }
 
-Operations each_in_place(CollectiveKind kind, const Tensors& tensors, const Reduction& reduction,
-                         int64_t root = 0) {
+Operations each_in_place(Operation operation, const Tensors& tensors) {
   Operations operations;
   for (const at::Tensor& tensor : tensors) {
-    operations.push_back({.kind = kind,
-                          .outputs = tensor,
-                          .root = static_cast<int>(root),
-                          .reduction = reduction.options(),
-                          .premul_factor = reduction.premul_factor});
+    operation.outputs = tensor;
+    operations.push_back(operation);
   }
   return operations;
 }
 
-Operation reduce_scatter_of(at::TensorList inputs, const at::Tensor& output,
-                            const Reduction& reduction) {
-  return {.kind = CollectiveKind::kReduceScatter,
-          .inputs = inputs,
-          .outputs = output,
-          .reduction = reduction.options(),
-          .premul_factor = reduction.premul_factor};
-}
-
-Operation all_gather_of(const at::Tensor& input, at::TensorList outputs) {
-  return {.kind = CollectiveKind::kAllGather, .inputs = input, .outputs = outputs};
-}
-
-OwnTimeout own_timeout(std::chrono::milliseconds timeout) {
-  return timeout == ::c10d::kUnsetTimeout ? std::nullopt : OwnTimeout(usable_timeout(timeout));
-}
-
-// make(input, output) of each pair.
-template <typename Inputs, typename Outputs, typename Make>
-Operations of_pairs(std::string_view call, const Inputs& inputs, const Outputs& outputs,
-                    const Make& make) {
-  check_as_many(call, outputs.size(), inputs.size());
+// The operation with each pair of inputs and outputs.
+template <typename Inputs, typename Outputs>
+Operations of_pairs(Operation operation, const Inputs& inputs, const Outputs& outputs,
+                    int world_size) {
+  const std::string_view call = name(operation.kind);
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "rota.", call, ": ", outputs.size(),
+                    " outputs for ", inputs.size(), " inputs; expected as many");
   Operations operations;
-  for (size_t i = 0; i < inputs.size(); ++i) operations.push_back(make(inputs[i], outputs[i]));
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    operation.inputs = by_rank(call, inputs[i], world_size);
+    operation.outputs = by_rank(call, outputs[i], world_size);
+    operations.push_back(operation);
+  }
   return operations;
 }
 
@@ -159,15 +129,15 @@ std::vector<int64_t> in_elems(std::vector<int64_t> splits, const at::Tensor& ten
 }  // namespace
 
 ProcessGroupRota::ProcessGroupRota(const StorePtr& store, int rank, int world_size,
-                                   OptionsPtr options, Delegate::Make make_delegate,
+                                   OptionsPtr options, MakeDelegate make_delegate,
                                    MakeWindow make_window, std::optional<Membership> membership)
     : Backend(membership ? 0 : rank, membership ? 1 : world_size),
       store_(store),
       options_(std::move(options)),
       communicator_(membership ? without_members()
                                : TensorCommunicator::make(store, rank, world_size,
-                                                          options_->of_communicator())),
-      delegate_(std::move(make_delegate), store, rank, world_size),
+                                                          options_->timeout, *options_)),
+      make_delegate_(std::move(make_delegate)),
       make_window_(std::move(make_window)),
       membership_(std::move(membership)) {}
 
@@ -223,16 +193,13 @@ WorkPtr ProcessGroupRota::run_own(OperationList operations, bool is_async) {
   const auto called = HostWork::Clock::now();
   const WorkRef work =
       communicator_->run(operations, is_async ? Launch::kAsync : Launch::kBlocking);
-  Tensors results;
-  for (size_t i = 0; !work && i < operations.size(); ++i) {
-    results.insert(results.end(), operations[i].outputs.begin(), operations[i].outputs.end());
-  }
+  Tensors results = work ? Tensors() : results_of(operations);
   return work_of(work, operations[0].kind, std::move(results), called);
 }
 
-template <typename Make, typename CallOptions, typename OnDelegate>
-WorkPtr ProcessGroupRota::run(const Make& make, const CallOptions& opts,
-                              const OnDelegate& on_delegate) {
+template <typename Make, typename Method, typename... Args>
+WorkPtr ProcessGroupRota::run(const Make& make, Method on_delegate, Args&... args) {
+  const auto& opts = std::get<sizeof...(Args) - 1>(std::tie(args...));
   return call([&]() -> WorkPtr {
     Operations operations = make();
     for (Operation& operation : operations) operation.timeout = own_timeout(opts.timeout);
@@ -240,7 +207,7 @@ WorkPtr ProcessGroupRota::run(const Make& make, const CallOptions& opts,
     const Operation& first = operations[0];
     const at::Tensor& tensor = first.any_tensor();
     if (tensor.defined() && tensor.is_cuda() && !communicator_->supports(first)) {
-      return on_delegate(delegate_.backend_for(name(first.kind)));
+      return (delegate_for(name(first.kind)).*on_delegate)(args...);
     }
     return run_own(operations, opts.asyncOp);
   });
@@ -250,6 +217,11 @@ WorkPtr ProcessGroupRota::work_of(const WorkRef& work, CollectiveKind kind, Tens
                                   HostWork::Clock::time_point called) const {
   if (work) return work;
   return HostWork::completed(getRank(), op_type_of(kind), std::move(results), called);
+}
+
+::c10d::Backend& ProcessGroupRota::delegate_for(std::string_view collective) {
+  if (!delegate_) delegate_ = make_delegate_(std::string(collective), store_, getRank(), getSize());
+  return *delegate_;
 }
 
 void ProcessGroupRota::startCoalescing() {
@@ -278,15 +250,14 @@ WorkPtr ProcessGroupRota::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
   // As on Gloo, sparse CPU tensors come this way.
   if (!tensors.empty() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   const auto make = [&] {
-    Operations operations =
-        each_in_place(CollectiveKind::kAllReduce, tensors,
-                      reduction_of("all_reduce", opts.reduceOp, options_->order));
+    Operations operations = each_in_place(
+        reduction_of(CollectiveKind::kAllReduce, opts.reduceOp, options_->order), tensors);
     if (options_->wire_dtype) {
       for (Operation& operation : operations) set_wire(operation, *options_->wire_dtype);
     }
     return operations;
   };
-  return run(make, opts, [&](::c10d::Backend& other) { return other.allreduce(tensors, opts); });
+  return run(make, &Backend::allreduce, tensors, opts);
 }
 
 WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
@@ -297,11 +268,10 @@ WorkPtr ProcessGroupRota::allreduce_coalesced(Tensors& tensors,
 WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   return call([&]() -> WorkPtr {
     const at::Tensor& tensor = only_tensor("all_reduce", tensors);
-    if (tensor.is_cuda()) {
-      return delegate_.backend_for("all_reduce").allreduce_sparse(tensors, opts);
-    }
-    const Reduction reduction = reduction_of("all_reduce", opts.reduceOp, options_->order);
-    TORCH_CHECK_VALUE(reduction.op == ReduceOp::kSum && !reduction.premul_factor,
+    if (tensor.is_cuda()) return delegate_for("all_reduce").allreduce_sparse(tensors, opts);
+    const Operation operation =
+        reduction_of(CollectiveKind::kAllReduce, opts.reduceOp, options_->order);
+    TORCH_CHECK_VALUE(operation.reduction.op == ReduceOp::kSum && !operation.premul_factor,
                       "rota.all_reduce: sparse tensors support SUM only");
     const auto called = HostWork::Clock::now();
     const Launch mode = opts.asyncOp ? Launch::kAsync : Launch::kBlocking;
@@ -312,81 +282,72 @@ WorkPtr ProcessGroupRota::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
 
 WorkPtr ProcessGroupRota::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
   const auto make = [&] {
-    return each_in_place(CollectiveKind::kReduce, tensors,
-                         reduction_of("reduce", opts.reduceOp, options_->order), opts.rootRank);
+    Operation operation = reduction_of(CollectiveKind::kReduce, opts.reduceOp, options_->order);
+    operation.root = static_cast<int>(opts.rootRank);
+    return each_in_place(operation, tensors);
   };
-  return run(make, opts, [&](::c10d::Backend& other) { return other.reduce(tensors, opts); });
+  return run(make, &Backend::reduce, tensors, opts);
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const ::c10d::ReduceScatterOptions& opts) {
   const auto make = [&] {
-    const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
-    return of_pairs(
-        "reduce_scatter", inputs, outputs, [&](const Tensors& parts, const at::Tensor& output) {
-          return reduce_scatter_of(by_rank("reduce_scatter", parts, getSize()), output, reduction);
-        });
+    return of_pairs(reduction_of(CollectiveKind::kReduceScatter, opts.reduceOp, options_->order),
+                    inputs, outputs, getSize());
   };
-  return run(make, opts,
-             [&](::c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
+  return run(make, &Backend::reduce_scatter, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::ReduceScatterOptions& opts) {
-  const auto make = [&]() -> Operations {
-    return {reduce_scatter_of(input, output,
-                              reduction_of("reduce_scatter", opts.reduceOp, options_->order))};
+  const auto make = [&] {
+    return of_pairs(reduction_of(CollectiveKind::kReduceScatter, opts.reduceOp, options_->order),
+                    at::TensorList(input), at::TensorList(output), getSize());
   };
-  return run(make, opts, [&](::c10d::Backend& other) {
-    return other._reduce_scatter_base(output, input, opts);
-  });
+  return run(make, &Backend::_reduce_scatter_base, output, input, opts);
 }
 
 WorkPtr ProcessGroupRota::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const ::c10d::ReduceScatterOptions& opts) {
   const auto make = [&] {
-    const Reduction reduction = reduction_of("reduce_scatter", opts.reduceOp, options_->order);
-    return of_pairs("reduce_scatter", inputs, outputs,
-                    [&](const at::Tensor& input, const at::Tensor& output) {
-                      return reduce_scatter_of(input, output, reduction);
-                    });
+    return of_pairs(reduction_of(CollectiveKind::kReduceScatter, opts.reduceOp, options_->order),
+                    inputs, outputs, getSize());
   };
-  return run(make, opts, [&](::c10d::Backend& other) {
-    return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-  });
+  return run(make, &Backend::reduce_scatter_tensor_coalesced, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
   const auto make = [&] {
-    return each_in_place(CollectiveKind::kBroadcast, tensors, {}, opts.rootRank);
+    return each_in_place(
+        {.kind = CollectiveKind::kBroadcast, .root = static_cast<int>(opts.rootRank)}, tensors);
   };
-  return run(make, opts, [&](::c10d::Backend& other) { return other.broadcast(tensors, opts); });
+  return run(make, &Backend::broadcast, tensors, opts);
 }
 
 WorkPtr ProcessGroupRota::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& opts) {
   const auto make = [&] {
-    return of_pairs("all_gather", inputs, outputs,
-                    [&](const at::Tensor& input, const Tensors& parts) {
-                      return all_gather_of(input, by_rank("all_gather", parts, getSize()));
-                    });
+    return of_pairs({.kind = CollectiveKind::kAllGather}, inputs, outputs, getSize());
   };
-  return run(make, opts,
-             [&](::c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
+  return run(make, &Backend::allgather, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::_allgather_base(at::Tensor& output, at::Tensor& input,
                                           const ::c10d::AllgatherOptions& opts) {
-  return run([&] { return Operations{all_gather_of(input, output)}; }, opts,
-             [&](::c10d::Backend& other) { return other._allgather_base(output, input, opts); });
+  const auto make = [&] {
+    return of_pairs({.kind = CollectiveKind::kAllGather}, at::TensorList(input),
+                    at::TensorList(output), getSize());
+  };
+  return run(make, &Backend::_allgather_base, output, input, opts);
 }
 
 WorkPtr ProcessGroupRota::all_gather_in(const at::Tensor& output, const at::Tensor& input,
                                         const WireFormat& wire, bool is_async) {
   return call([&] {
-    Operation operation = all_gather_of(input, output);
-    operation.wire = wire;
-    return run_own(operation, is_async);
+    return run_own(
+        Operation{
+            .kind = CollectiveKind::kAllGather, .inputs = input, .outputs = output, .wire = wire},
+        is_async);
   });
 }
 
@@ -394,8 +355,9 @@ WorkPtr ProcessGroupRota::reduce_scatter_in(const at::Tensor& output, const at::
                                             const ::c10d::ReduceOp& op, DType wire_dtype,
                                             bool is_async) {
   return call([&] {
-    Operation operation =
-        reduce_scatter_of(input, output, reduction_of("reduce_scatter", op, options_->order));
+    Operation operation = reduction_of(CollectiveKind::kReduceScatter, op, options_->order);
+    operation.inputs = input;
+    operation.outputs = output;
     operation.wire = WireFormat{wire_dtype};
     return run_own(operation, is_async);
   });
@@ -416,14 +378,9 @@ WorkPtr ProcessGroupRota::allgather_coalesced(std::vector<Tensors>& outputs, Ten
 WorkPtr ProcessGroupRota::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const ::c10d::AllgatherOptions& opts) {
   const auto make = [&] {
-    return of_pairs("all_gather", inputs, outputs,
-                    [](const at::Tensor& input, const at::Tensor& output) {
-                      return all_gather_of(input, output);
-                    });
+    return of_pairs({.kind = CollectiveKind::kAllGather}, inputs, outputs, getSize());
   };
-  return run(make, opts, [&](::c10d::Backend& other) {
-    return other.allgather_into_tensor_coalesced(outputs, inputs, opts);
-  });
+  return run(make, &Backend::allgather_into_tensor_coalesced, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -434,8 +391,7 @@ WorkPtr ProcessGroupRota::gather(std::vector<Tensors>& outputs, Tensors& inputs,
              .outputs = list_of_root("gather", outputs, getSize()),
              .root = static_cast<int>(opts.rootRank)}};
   };
-  return run(make, opts,
-             [&](::c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
+  return run(make, &Backend::gather, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -446,8 +402,7 @@ WorkPtr ProcessGroupRota::scatter(Tensors& outputs, std::vector<Tensors>& inputs
              .outputs = outputs,
              .root = static_cast<int>(opts.rootRank)}};
   };
-  return run(make, opts,
-             [&](::c10d::Backend& other) { return other.scatter(outputs, inputs, opts); });
+  return run(make, &Backend::scatter, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -463,9 +418,7 @@ WorkPtr ProcessGroupRota::alltoall_base(at::Tensor& output, at::Tensor& input,
              .input_splits = input_elems,
              .output_splits = output_elems}};
   };
-  return run(make, opts, [&](::c10d::Backend& other) {
-    return other.alltoall_base(output, input, output_splits, input_splits, opts);
-  });
+  return run(make, &Backend::alltoall_base, output, input, output_splits, input_splits, opts);
 }
 
 WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
@@ -475,30 +428,28 @@ WorkPtr ProcessGroupRota::alltoall(Tensors& outputs, Tensors& inputs,
              .inputs = by_rank("all_to_all", inputs, getSize()),
              .outputs = by_rank("all_to_all", outputs, getSize())}};
   };
-  return run(make, opts,
-             [&](::c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
+  return run(make, &Backend::alltoall, outputs, inputs, opts);
 }
 
 WorkPtr ProcessGroupRota::send(Tensors& tensors, int peer, int tag) {
-  return transfer(tensors, peer, tag, /*is_send=*/true);
+  return transfer(Direction::kSend, tensors, peer, tag);
 }
 
 WorkPtr ProcessGroupRota::recv(Tensors& tensors, int peer, int tag) {
-  return transfer(tensors, peer, tag, /*is_send=*/false);
+  return transfer(Direction::kRecv, tensors, peer, tag);
 }
 
 // If rota cannot join the GPUs, NCCL may still connect them. Tags of CUDA tensors are ignored, as
 // in NCCL.
-WorkPtr ProcessGroupRota::transfer(Tensors& tensors, int peer, int tag, bool is_send) {
-  const char* const name = is_send ? "send" : "recv";
-  const auto start = [this, name, peer, tag, is_send](Tensors& own) -> WorkPtr {
+WorkPtr ProcessGroupRota::transfer(Direction direction, Tensors& tensors, int peer, int tag) {
+  const bool is_send = direction == Direction::kSend;
+  const auto start = [this, direction, peer, tag, is_send](Tensors& own) -> WorkPtr {
     if (!has_transfers_of(own)) {
-      ::c10d::Backend& other = delegate_.backend_for(name);
+      ::c10d::Backend& other = delegate_for(name(direction));
       return is_send ? other.send(own, peer, tag) : other.recv(own, peer, tag);
     }
-    const at::Tensor& tensor = only_tensor(name, own);
-    return is_send ? communicator_->send(tensor, peer, tag, Launch::kAsync)
-                   : communicator_->recv(tensor, peer, tag, Launch::kAsync);
+    const at::Tensor& tensor = only_tensor(name(direction), own);
+    return communicator_->transfer(direction, tensor, peer, tag, Launch::kAsync);
   };
   Block* const block = this->block();
   const bool is_on_gpu = !tensors.empty() && tensors[0].is_cuda();
@@ -515,8 +466,7 @@ WorkPtr ProcessGroupRota::transfer(Tensors& tensors, int peer, int tag, bool is_
       .turn = schedule::turn_of_transfer(getSize(), source, destination, num_earlier, is_send),
       .peer = peer,
       .start = [start, own = tensors]() mutable { return start(own); },
-      .work = c10::make_intrusive<PromisedWork>(
-          getRank(), is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV)};
+      .work = c10::make_intrusive<PromisedWork>(getRank(), op_type_of(direction))};
   block->transfers.push_back(std::move(waiting));
   return block->transfers.back().work;
 }
@@ -531,14 +481,14 @@ void ProcessGroupRota::start_transfers(Block& block) {
 WorkPtr ProcessGroupRota::recvAnysource(Tensors& tensors, int tag) {
   return call([&]() -> WorkPtr {
     const at::Tensor& tensor = only_tensor("recv", tensors);
-    if (tensor.is_cuda()) return delegate_.backend_for("recv").recvAnysource(tensors, tag);
-    return communicator_->recv(tensor, kAnyRank, tag, Launch::kAsync);
+    if (tensor.is_cuda()) return delegate_for("recv").recvAnysource(tensors, tag);
+    return communicator_->transfer(Direction::kRecv, tensor, kAnyRank, tag, Launch::kAsync);
   });
 }
 
 WorkPtr ProcessGroupRota::barrier(const ::c10d::BarrierOptions& opts) {
-  return run([] { return Operations{{.kind = CollectiveKind::kBarrier}}; }, opts,
-             [&](::c10d::Backend& other) { return other.barrier(opts); });
+  return run([] { return Operations{{.kind = CollectiveKind::kBarrier}}; }, &Backend::barrier,
+             opts);
 }
 
 void ProcessGroupRota::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool) {
@@ -581,7 +531,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupRota::split(
   auto group = c10::make_intrusive<ProcessGroupRota>(
       c10::make_intrusive<::c10d::PrefixStore>(prefix, store),
       static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), std::move(of_rota),
-      delegate_.make(), make_window_, std::nullopt);
+      make_delegate_, make_window_, std::nullopt);
   if (options && !options->group_name.empty()) {
     last_split_name_ = options->group_name;
     last_split_.emplace(c10::intrusive_ptr<Backend>(group));
@@ -613,17 +563,17 @@ WorkPtr ProcessGroupRota::reconfigure(const ::c10d::ReconfigureOptions& opts) {
   membership_->reconfigure(
       opts.uuid, handles, ordered != nullptr, opts.timeout,
       [&](const StorePtr& store, int rank, int world_size, std::function<void()> check_peers) {
-        auto options = options_->of_communicator();
+        TensorCommunicatorOptions options = *options_;
         options.check_peers = std::move(check_peers);
-        if (opts.timeout) options.timeout = *opts.timeout;
-        made = TensorCommunicator::make(store, rank, world_size, options);
+        made = TensorCommunicator::make(store, rank, world_size,
+                                        opts.timeout.value_or(options_->timeout), options);
         made->set_timeout(options_->timeout);
         store_ = store;
         rank_ = rank;
         size_ = world_size;
       });
   communicator_ = std::move(made);
-  delegate_ = Delegate(delegate_.make(), store_, rank_, size_);
+  delegate_ = nullptr;
   num_windows_ = 0;
   num_calls_ = 0;
   last_split_.reset();
@@ -685,12 +635,12 @@ bool ProcessGroupRota::has_transfers_of(const Tensors& tensors) const {
 }
 
 void ProcessGroupRota::shutdown() {
-  if (delegate_.backend()) delegate_.backend()->shutdown();
+  if (delegate_) delegate_->shutdown();
   communicator_->close();
 }
 
 void ProcessGroupRota::abort() {
-  if (delegate_.backend()) delegate_.backend()->abort();
+  if (delegate_) delegate_->abort();
   communicator_->abort(join("rank ", getRank(), " aborted its process group"));
 }
 

@@ -13,7 +13,6 @@
 #include <thread>
 #include <vector>
 
-#include "c10d/delegate.h"
 #include "c10d/options.h"
 #include "c10d/window.h"
 #include "schedule/direct.h"
@@ -24,6 +23,7 @@ namespace rota::c10d_backend {
 
 using namespace tensors;  // NOLINT: the layer below, whose calls these are
 
+using StorePtr = c10::intrusive_ptr<::c10d::Store>;
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using Operations = c10::SmallVector<Operation, 1>;
@@ -31,6 +31,11 @@ using Operations = c10::SmallVector<Operation, 1>;
 class ProcessGroupRota final : public ::c10d::Backend {
  public:
   using OptionsPtr = c10::intrusive_ptr<BackendOptions>;
+
+  // Makes another backend of these ranks, which runs what rota has no kernels for on CUDA tensors,
+  // and warns once that it runs `collective`. May throw.
+  using MakeDelegate = std::function<BackendPtr(const std::string& collective,
+                                                const StorePtr& store, int rank, int world_size)>;
 
   // How a group whose members may change finds them.
   struct Membership {
@@ -48,7 +53,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
   // Arguments as in TensorCommunicator::make(). make_window: for new_window(). membership: of a
   // group without members before its first reconfigure(); rank and world_size are ignored then.
   ProcessGroupRota(const StorePtr& store, int rank, int world_size, OptionsPtr options,
-                   Delegate::Make make_delegate, MakeWindow make_window,
+                   MakeDelegate make_delegate, MakeWindow make_window,
                    std::optional<Membership> membership);
 
   const std::string getBackendName() const override { return "rota"; }
@@ -142,6 +147,7 @@ class ProcessGroupRota final : public ::c10d::Backend {
 
  private:
   bool has_transfers_of(const Tensors& tensors) const;
+  ::c10d::Backend& delegate_for(std::string_view collective);
   // The calls between startCoalescing() and endCoalescing().
   struct Block {
     // A CUDA tensor's transfer is not started: all of a block start together, in the order that
@@ -167,14 +173,14 @@ class ProcessGroupRota final : public ::c10d::Backend {
   WorkPtr call(const Issue& issue);
   template <typename Issue>
   WorkPtr call_in(Block& block, Issue& issue);
-  WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send);
+  WorkPtr transfer(Direction direction, Tensors& tensors, int peer, int tag);
   void start_transfers(Block& block);
   // Runs operations of one kind.
   WorkPtr run_own(OperationList operations, bool is_async);
-  // The same with those that make() returns and the options of c10d's call, or what `on_delegate`
-  // calls on the delegate if they are of CUDA tensors that rota has no kernels for.
-  template <typename Make, typename CallOptions, typename OnDelegate>
-  WorkPtr run(const Make& make, const CallOptions& opts, const OnDelegate& on_delegate);
+  // The same with those that make() returns, or c10d's method on the delegate if they are of CUDA
+  // tensors that rota has no kernels for. args: of that method; the last are its options.
+  template <typename Make, typename Method, typename... Args>
+  WorkPtr run(const Make& make, Method on_delegate, Args&... args);
   // c10d expects a Work even from a blocking call. called: when that began.
   WorkPtr work_of(const WorkRef& work, CollectiveKind kind, Tensors results,
                   HostWork::Clock::time_point called) const;
@@ -182,7 +188,8 @@ class ProcessGroupRota final : public ::c10d::Backend {
   StorePtr store_;
   OptionsPtr options_;
   std::shared_ptr<TensorCommunicator> communicator_;
-  Delegate delegate_;
+  const MakeDelegate make_delegate_;
+  BackendPtr delegate_;  // null until it is needed
   const MakeWindow make_window_;
   const std::optional<Membership> membership_;
   int num_windows_ = 0;  // made so far; all ranks count alike

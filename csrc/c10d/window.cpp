@@ -2,14 +2,10 @@
 
 #if defined(C10D_BACKEND_HAS_WINDOW)
 
-#include <thread>
-
-#include "base/error.h"
-#include "base/timeout.h"
+#include "c10d/options.h"
 #include "tensor/errors.h"
 #include "tensor/signals.h"
 #include "tensor/thread_state.h"
-#include "tensor/work.h"
 
 namespace rota::c10d_backend {
 
@@ -19,18 +15,13 @@ namespace {
 
 constexpr auto kOpType = ::c10d::OpType::UNKNOWN;  // torch has none for windows
 
-std::optional<Milliseconds> own_timeout(Milliseconds timeout) {
-  if (timeout == ::c10d::kUnsetTimeout) return std::nullopt;
-  return usable_timeout(timeout);
-}
-
 }  // namespace
 
 void WindowRota::tensor_register(const at::Tensor& tensor, bool) {
   if (window_) {
-    throw PythonError(Error(
+    throw Error(
         ErrorKind::kValue,
-        "rota.Window.tensor_register: this window has a tensor; call tensor_deregister first"));
+        "rota.Window.tensor_register: this window has a tensor; call tensor_deregister first");
   }
   window_ = make_(tensor);
 }
@@ -72,7 +63,7 @@ c10::intrusive_ptr<::c10d::Work> WindowRota::wait_signal(int64_t rank, bool asyn
   std::thread([kept = window_, source, timeout, work] {
     keep_thread_state();
     try {
-      kept->wait_signal(source, /*channel=*/0, timeout);
+      with_python_errors([&] { kept->wait_signal(source, /*channel=*/0, timeout); });
       work->complete(nullptr);
     } catch (...) {
       work->complete(std::current_exception());
@@ -83,9 +74,8 @@ c10::intrusive_ptr<::c10d::Work> WindowRota::wait_signal(int64_t rank, bool asyn
 
 TensorWindow& WindowRota::registered(const char* call) const {
   if (window_) return *window_;
-  throw PythonError(
-      Error(ErrorKind::kValue,
-            join("rota.Window.", call, ": no tensor is registered; call tensor_register first")));
+  throw Error(ErrorKind::kValue,
+              join("rota.Window.", call, ": no tensor is registered; call tensor_register first"));
 }
 
 }  // namespace rota::c10d_backend

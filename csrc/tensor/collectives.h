@@ -1,8 +1,8 @@
 // The interface of collectives on tensors, with five implementations: the CPU (cpu_collectives.h),
 // several hosts (hosts/bridged_collectives.h), CUDA kernels (cuda/cuda_collectives.h), GPUs of
 // several hosts (cuda/bridged_cuda_collectives.h), and staging through the host's memory
-// (staging_collectives.h). TensorCommunicator picks one by the group's
-// hosts and the tensors' device.
+// (staging_collectives.h). TensorCommunicator picks one by the group's hosts and the tensors'
+// device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,13 +23,6 @@ enum class Launch {
   // stream.
   kBlocking,
   kAsync,  // returns at once; the tensors must not be touched before the work is done
-};
-
-// One rank's tensors of one gradient bucket.
-struct BucketTensors {
-  at::Tensor bucket;
-  at::Tensor stats;  // float64[2], output: number of non-finite elements, sum of squares
-  std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
 };
 
 using OperationList = at::ArrayRef<Operation>;
@@ -55,14 +48,15 @@ class Collectives {
   // in order and are covered by one work. Strided tensors are packed and unpacked.
   virtual WorkRef run(OperationList operations, Launch mode) = 0;
   // Whether run() supports an operation. Throws Error for tensors that no device would take.
-  virtual bool supports(const Operation& operation) const = 0;
+  virtual bool supports(const Operation&) const { return true; }
   virtual WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                                 Launch mode) = 0;
-  virtual bool has_transfers() const = 0;  // otherwise send() and recv() throw
-  // Messages match by source and tag, in call order; kAnyRank receives from any rank. A recv's
-  // work, which blocking calls return too, holds the sender's rank.
-  virtual WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) = 0;
-  virtual WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) = 0;
+  virtual bool has_transfers() const { return true; }  // otherwise transfer() throws
+  // Sends to the peer or receives from it. Messages match by source and tag, in call order;
+  // kAnyRank receives from any rank. A recv's work, which blocking calls return too, holds the
+  // sender's rank.
+  virtual WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                           Launch mode) = 0;
 
   // Blocks until queued work is done. check_interrupt runs meanwhile and may throw.
   virtual void finish(const std::function<void()>& check_interrupt) = 0;

@@ -120,7 +120,7 @@ struct Send {
     const int peer = *arguments.rank(kPeer);
     const int64_t tag = arguments.integer(kTag).value_or(0);
     const py::gil_scoped_release gil_released;
-    communicator.send(tensor, peer, tag, Launch::kBlocking);
+    communicator.transfer(Direction::kSend, tensor, peer, tag, Launch::kBlocking);
     return Py_None;
   }
 };
@@ -135,7 +135,8 @@ struct Recv {
     int source = peer;
     {
       const py::gil_scoped_release gil_released;
-      const WorkRef work = communicator.recv(tensor, peer, tag, Launch::kBlocking);
+      const WorkRef work =
+          communicator.transfer(Direction::kRecv, tensor, peer, tag, Launch::kBlocking);
       if (work) source = work->sourceRank();
     }
     return PyLong_FromLong(source);
@@ -278,9 +279,8 @@ void bind_communicator(py::module_& module) {
                        bool inter_block_scaling, std::function<void()> check_peers,
                        std::function<std::string(int)> why_ended) {
              return TensorCommunicator::make(
-                 store, rank, world_size,
-                 {.timeout = timeout,
-                  .slot_bytes = slot_bytes,
+                 store, rank, world_size, timeout,
+                 {.slot_bytes = slot_bytes,
                   .check_interrupt = check_python_signals,
                   .check_peers = std::move(check_peers),
                   .why_ended = std::move(why_ended),
@@ -360,14 +360,15 @@ void bind_communicator(py::module_& module) {
       .def(
           "isend",
           [](TensorCommunicator& self, const at::Tensor& tensor, int peer, int64_t tag) {
-            return WorkPtr(self.send(tensor, peer, tag, Launch::kAsync));
+            return WorkPtr(self.transfer(Direction::kSend, tensor, peer, tag, Launch::kAsync));
           },
           py::arg("tensor"), py::arg("peer"), py::arg("tag") = 0, ReleaseGil())
       .def(
           "irecv",
           [](TensorCommunicator& self, const at::Tensor& tensor, std::optional<int> peer,
              int64_t tag) {
-            return WorkPtr(self.recv(tensor, peer.value_or(kAnyRank), tag, Launch::kAsync));
+            return WorkPtr(self.transfer(Direction::kRecv, tensor, peer.value_or(kAnyRank), tag,
+                                         Launch::kAsync));
           },
           py::arg("tensor"), py::arg("peer") = py::none(), py::arg("tag") = 0, ReleaseGil())
       .def(

@@ -1,14 +1,12 @@
 #include "tensor/cpu_collectives.h"
 
 #include <ATen/record_function.h>
-#include <c10/util/SmallVector.h>
 
 #include "base/cores.h"
 #include "core/call_scope.h"
 #include "tensor/errors.h"
 #include "tensor/packed_operation.h"
 #include "tensor/sparse_all_reduce.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -139,43 +137,30 @@ WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
   return {};
 }
 
-WorkRef CpuCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return request(Direction::kSend, tensor, peer, tag, mode);
-}
-
-WorkRef CpuCollectives::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return request(Direction::kRecv, tensor, peer, tag, mode);
-}
-
-WorkRef CpuCollectives::request(Direction direction, const at::Tensor& tensor, int peer,
-                                int64_t tag, Launch mode) {
+WorkRef CpuCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
+                                 int64_t signed_tag, Launch mode) {
   check_tensor(tensor, name(direction));
-  if (tag < 0) {
+  if (signed_tag < 0) {
     throw Error(ErrorKind::kValue,
-                join("rota.", name(direction), ": tag is ", tag, ", expected 0 or more"));
+                join("rota.", name(direction), ": tag is ", signed_tag, ", expected 0 or more"));
   }
+  const auto tag = static_cast<uint64_t>(signed_tag);
   if (mode == Launch::kBlocking && peer != kAnyRank) {
-    transfer(direction, tensor, peer, static_cast<uint64_t>(tag));
+    const auto body = [&](Communicator& communicator, CallerThread thread) {
+      const CallScope scope(&communicator, name(direction), CallScope::Kind::kWait);
+      PackedMessage(direction, tensor).run(communicator, peer, tag, thread);
+    };
+    run_here(title_of(direction), [&] { return std::vector{tensor}; }, body);
     return {};
   }
-  const auto work = RequestWork::start(direction, communicator_, tensor, peer,
-                                       static_cast<uint64_t>(tag), check_interrupt_);
+  const auto work =
+      RequestWork::start(direction, communicator_, tensor, peer, tag, check_interrupt_);
   if (mode == Launch::kBlocking) {
     work->wait(kNoTimeout);
   } else {
     work->attend();
   }
   return work;
-}
-
-void CpuCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
-                              uint64_t tag) {
-  const auto body = [&](Communicator& communicator, CallerThread thread) {
-    const CallScope scope(&communicator, name(direction), CallScope::Kind::kWait);
-    PackedMessage(direction, tensor).run(communicator, peer, tag, thread);
-  };
-  const char* title = direction == Direction::kSend ? "rota:send" : "rota:recv";
-  run_here(title, [&] { return std::vector{tensor}; }, body);
 }
 
 void CpuCollectives::run_in_turn(const char* title, std::function<void(CallerThread)> task) {

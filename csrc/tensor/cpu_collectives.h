@@ -22,14 +22,12 @@ class CpuCollectives final : public Collectives {
   std::string peer_access() const override { return "the host's memory"; }
 
   WorkRef run(OperationList operations, Launch mode) override;
-  bool supports(const Operation&) const override { return true; }
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   // The sum of sparse tensors (sparse_all_reduce.h).
   WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
-  bool has_transfers() const override { return true; }
-  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
 
   // Runs task(thread) after all queued work and blocks until it ends. What the task refers to must
@@ -48,9 +46,6 @@ class CpuCollectives final : public Collectives {
   void close();
 
  private:
-  WorkRef request(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
-                  Launch mode);
-  void transfer(Direction direction, const at::Tensor& tensor, int peer, uint64_t tag);
   bool runs_at_once(Launch mode) const { return mode == Launch::kBlocking && queue_.is_idle(); }
   // Runs body(communicator, thread) in this thread. A profiler shows the sizes of results().
   template <typename Results, typename Body>

@@ -2,11 +2,12 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include <memory>
+#include <map>
 
-#include "base/error.h"
+#include "base/fork_generation.h"
 #include "base/per_process.h"
 #include "cpu/copy.h"
+#include "tensor/gil.h"
 #include "tensor/tensor_memory.h"
 #include "transport/heap.h"
 
@@ -46,6 +47,39 @@ at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype) {
   auto& heap = per_process<transport::Heap>();
   void* data = heap.allocate(num_bytes_of(size, dtype));
   return at::from_blob(data, size, [&heap](void* block) { heap.release(block); }, dtype);
+}
+
+// The blocks that no tensor uses.
+struct HeapPool::Idle {
+  const uint64_t fork_generation_ = fork_generation();
+  std::mutex mutex;
+  std::multimap<size_t, at::Tensor> blocks;  // by bytes
+
+  at::Tensor take(size_t num_bytes) {
+    if (fork_generation_ != fork_generation()) return {};  // the parent still writes to them
+    const GilFreeLock lock(mutex);
+    auto found = blocks.extract(num_bytes);
+    return found ? std::move(found.mapped()) : at::Tensor();
+  }
+
+  void give_back(at::Tensor block) {
+    const GilFreeLock lock(mutex);
+    blocks.emplace(block.nbytes(), std::move(block));
+  }
+};
+
+HeapPool::HeapPool() : idle_(std::make_shared<Idle>()) {}
+
+at::Tensor HeapPool::empty(int64_t num_elems, at::ScalarType dtype) {
+  at::Tensor block = idle_->take(static_cast<size_t>(num_elems) * c10::elementSize(dtype));
+  if (!block.defined()) block = make_heap_tensor(num_elems, dtype);
+  const std::weak_ptr<Idle> weak = idle_;
+  return at::from_blob(
+      block.data_ptr(), num_elems,
+      [weak, block](void*) {
+        if (const auto idle = weak.lock()) idle->give_back(block);
+      },
+      dtype);
 }
 
 void move_to_heap(const at::Tensor& tensor, std::string_view call, bool counts_tensor) {

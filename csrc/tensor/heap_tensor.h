@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string_view>
 
 namespace rota::tensors {
@@ -10,6 +11,22 @@ namespace rota::tensors {
 // Returns a contiguous CPU tensor of zeroes in this process's heap (transport/heap.h). Throws
 // Error(kTransport) if memory is short, Error(kValue) for a negative size.
 at::Tensor make_heap_tensor(at::IntArrayRef size, at::ScalarType dtype);
+
+// Such tensors in memory that is used again: for buffers that come and go in the same few lengths.
+// New pages of the heap must be zeroed and mapped by every rank, which takes longer than a
+// collective that uses them.
+class HeapPool {
+ public:
+  HeapPool();
+
+  // Returns a contiguous CPU tensor of any values. Its memory comes back when the last tensor that
+  // shares it is gone. Throws as make_heap_tensor().
+  at::Tensor empty(int64_t num_elems, at::ScalarType dtype);
+
+ private:
+  struct Idle;
+  std::shared_ptr<Idle> idle_;
+};
 
 // Both of these free the memory that a tensor had, so they move only what nothing else may use:
 // may_be_held_elsewhere() (tensor_memory.h), of the only C++ reference beside that of the tensor's

@@ -1,12 +1,8 @@
 #include "tensor/operation.h"
 
-#include <algorithm>
 #include <numeric>
-#include <string_view>
 
-#include "base/error.h"
 #include "base/random_bits.h"
-#include "tensor/collectives.h"
 #include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
@@ -168,6 +164,22 @@ Call plan_in_place(const Operation& operation, const Planner& planner, at::Devic
                             operation.root, std::nullopt, operation.reduction.order);
 }
 
+void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
+                     int64_t num_elems, const at::Tensor& bucket) {
+  check_tensor(tensor, "reduce_bucket", bucket.device());
+  if (tensor.scalar_type() != dtype || tensor.numel() != num_elems || !tensor.is_contiguous()) {
+    throw Error(ErrorKind::kValue,
+                join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
+                     c10::toString(tensor.scalar_type()),
+                     tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ",
+                     num_elems, " contiguous ones of ", c10::toString(dtype)));
+  }
+  if (overlap(tensor, bucket)) {
+    throw Error(ErrorKind::kValue, join("rota.reduce_bucket: ", what,
+                                        " shares memory with the bucket; give it its own"));
+  }
+}
+
 }  // namespace
 
 const at::Tensor& Operation::any_tensor() const {
@@ -242,8 +254,15 @@ Call plan(const Operation& operation, const Planner& planner, int rank, at::Devi
 }
 
 Call plan(const BucketTensors& tensors, const Planner& planner, const BucketOptions& options) {
-  check_bucket(tensors);
-  return planner.reduce_bucket(bucket_dtype(tensors.bucket), num_elems(tensors.bucket), options);
+  const at::Tensor& bucket = tensors.bucket;
+  check_tensor(bucket, "reduce_bucket", bucket.device());
+  check_companion(tensors.stats, "stats", at::kDouble, 2, bucket);
+  if (tensors.residual) {
+    check_companion(*tensors.residual, "residual", at::kFloat, bucket.numel(), bucket);
+  }
+  const DType dtype =
+      known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype", is_bucket_dtype);
+  return planner.reduce_bucket(dtype, num_elems(bucket), options);
 }
 
 namespace {
@@ -328,31 +347,12 @@ Lengths output_lengths(const Operation& operation, int rank, int world_size) {
 }
 
 ::c10d::OpType op_type_of(CollectiveKind kind) {
-  using ::c10d::OpType;
-  switch (kind) {
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kReduceBucket:
-      return OpType::ALLREDUCE;
-    case CollectiveKind::kReduce:
-      return OpType::REDUCE;
-    case CollectiveKind::kReduceScatter:
-      return OpType::REDUCE_SCATTER;
-    case CollectiveKind::kBroadcast:
-      return OpType::BROADCAST;
-    case CollectiveKind::kAllGather:
-      return OpType::ALLGATHER;
-    case CollectiveKind::kGather:
-      return OpType::GATHER;
-    case CollectiveKind::kScatter:
-      return OpType::SCATTER;
-    case CollectiveKind::kAllToAll:
-      return OpType::ALLTOALL;
-    case CollectiveKind::kSendRecv:
-      return OpType::SEND;
-    case CollectiveKind::kBarrier:
-      return OpType::BARRIER;
-  }
-  return OpType::UNKNOWN;
+  using enum ::c10d::OpType;
+  static constexpr ::c10d::OpType kByKind[] = {ALLREDUCE, ALLREDUCE, REDUCE, REDUCE_SCATTER,
+                                               BROADCAST, ALLGATHER, GATHER, SCATTER,
+                                               ALLTOALL,  SEND,      BARRIER};
+  static_assert(std::size(kByKind) == kCollectives.size());
+  return kByKind[static_cast<size_t>(kind)];
 }
 
 }  // namespace rota::tensors

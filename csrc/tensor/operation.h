@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/message_queues.h"
 #include "core/plan.h"
 #include "tensor/tensor_checks.h"
 
@@ -38,6 +39,13 @@ struct Operation {
   OwnTimeout timeout;
 
   const at::Tensor& any_tensor() const;  // undefined if there is none
+};
+
+// One rank's tensors of one gradient bucket.
+struct BucketTensors {
+  at::Tensor bucket;
+  at::Tensor stats;  // float64[2], output: number of non-finite elements, sum of squares
+  std::optional<at::Tensor> residual;  // float32, as many elements as the bucket
 };
 
 // A copy that another thread can use.
@@ -86,5 +94,12 @@ Lengths input_lengths(const Operation& operation, int rank, int world_size);
 Lengths output_lengths(const Operation& operation, int rank, int world_size);
 
 ::c10d::OpType op_type_of(CollectiveKind kind);
+constexpr ::c10d::OpType op_type_of(Direction direction) {
+  return direction == Direction::kSend ? ::c10d::OpType::SEND : ::c10d::OpType::RECV;
+}
+// As profilers show it.
+constexpr const char* title_of(Direction direction) {
+  return direction == Direction::kSend ? "rota:send" : "rota:recv";
+}
 
 }  // namespace rota::tensors

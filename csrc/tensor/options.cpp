@@ -1,10 +1,5 @@
 #include "tensor/options.h"
 
-#include <algorithm>
-#include <array>
-
-#include "base/error.h"
-#include "tensor/errors.h"
 #include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
@@ -37,104 +32,89 @@ std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
 }  // namespace
 
 ReduceOp parse_op(std::string_view collective, std::string_view op) {
-  return with_python_errors(
-      [&] { return parse_name(collective, "op", op, "", kReduceOpNames, parse_reduce_op(op)); });
+  return parse_name(collective, "op", op, "", kReduceOpNames, parse_reduce_op(op));
 }
 
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
                                           std::optional<at::ScalarType> wire_dtype,
                                           std::optional<at::ScalarType> hop_dtype,
                                           const OrderOptions& order) {
-  return with_python_errors([&]() -> AllReduceOptions {
-    return {.op = parse_op("all_reduce", op),
-            .algorithm = parse_algorithm("all_reduce", algorithm),
-            .wire = optional_dtype(wire_dtype, "wire_dtype"),
-            .hop = optional_dtype(hop_dtype, "hop_dtype"),
-            .order = order};
-  });
+  return {.op = parse_op("all_reduce", op),
+          .algorithm = parse_algorithm("all_reduce", algorithm),
+          .wire = optional_dtype(wire_dtype, "wire_dtype"),
+          .hop = optional_dtype(hop_dtype, "hop_dtype"),
+          .order = order};
 }
 
 OrderOptions parse_order(std::string_view collective, std::string_view order,
                          std::optional<int64_t> group_size, std::optional<int64_t> num_shards) {
-  return with_python_errors([&]() -> OrderOptions {
-    constexpr std::array<std::string_view, 2> kNames{"rank", "tree"};
-    const auto found = std::ranges::find(kNames, order);
-    const auto parsed =
-        found == kNames.end() ? std::nullopt : std::optional(found == kNames.begin() + 1);
-    return {.is_tree = parse_name(collective, "order", order, "", kNames, parsed),
-            .group_size = group_size,
-            .num_shards = num_shards};
-  });
+  constexpr std::array<std::string_view, 2> kNames{"rank", "tree"};
+  const auto found = std::ranges::find(kNames, order);
+  const auto parsed =
+      found == kNames.end() ? std::nullopt : std::optional(found == kNames.begin() + 1);
+  return {.is_tree = parse_name(collective, "order", order, "", kNames, parsed),
+          .group_size = group_size,
+          .num_shards = num_shards};
 }
 
 WireFormat parse_wire(std::string_view collective, at::ScalarType wire_dtype,
                       std::optional<bool> block_scaling) {
-  return with_python_errors([&]() -> WireFormat {
-    const DType dtype = known_dtype(wire_dtype, collective, "wire_dtype", is_wire_dtype);
-    return {dtype, block_scaling.value_or(has_block_scaling(dtype))};
-  });
+  const DType dtype = known_dtype(wire_dtype, collective, "wire_dtype", is_wire_dtype);
+  return {dtype, block_scaling.value_or(has_block_scaling(dtype))};
 }
 
 std::optional<WireFormat> parse_inter_wire(std::optional<at::ScalarType> dtype,
                                            bool block_scaling) {
   if (!dtype) return std::nullopt;
-  return with_python_errors([&] {
-    const auto refuse = [](const std::string& what) {
-      throw Error(ErrorKind::kType, "rota.Communicator: " + what);
-    };
-    if (*dtype == at::kDouble) {
-      refuse(
-          "inter_wire_dtype is torch.float64, expected one that is narrower than a sum: "
-          "torch.float32, torch.float16, torch.bfloat16 or a float8");
-    }
-    const WireFormat wire = parse_wire("Communicator", *dtype, block_scaling);
-    if (block_scaling && !has_block_scaling(wire.dtype)) {
-      refuse(
-          join("inter_block_scaling is for torch.float16 and float8, expected none with "
-               "inter_wire_dtype ",
-               name(wire.dtype), ", which has the range of float32"));
-    }
-    return wire;
-  });
+  const auto refuse = [](const std::string& what) {
+    throw Error(ErrorKind::kType, "rota.Communicator: " + what);
+  };
+  if (*dtype == at::kDouble) {
+    refuse(
+        "inter_wire_dtype is torch.float64, expected one that is narrower than a sum: "
+        "torch.float32, torch.float16, torch.bfloat16 or a float8");
+  }
+  const WireFormat wire = parse_wire("Communicator", *dtype, block_scaling);
+  if (block_scaling && !has_block_scaling(wire.dtype)) {
+    refuse(
+        join("inter_block_scaling is for torch.float16 and float8, expected none with "
+             "inter_wire_dtype ",
+             name(wire.dtype), ", which has the range of float32"));
+  }
+  return wire;
 }
 
 BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling,
                                    const BucketPass& pass, std::string_view algorithm,
                                    const OrderOptions& order) {
-  return with_python_errors([&]() -> BucketOptions {
-    return {.wire = parse_wire("reduce_bucket", wire_dtype, block_scaling),
-            .pass = pass,
-            .algorithm = parse_algorithm("reduce_bucket", algorithm),
-            .order = order};
-  });
+  return {.wire = parse_wire("reduce_bucket", wire_dtype, block_scaling),
+          .pass = pass,
+          .algorithm = parse_algorithm("reduce_bucket", algorithm),
+          .order = order};
 }
 
 schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size) {
-  return with_python_errors([&] {
-    const schedule::Topology parsed =
-        parse_name("gpu_tuning", "topology", topology, "", schedule::kTopologyNames,
-                   schedule::parse_topology(topology));
-    const auto tuning = schedule::find_tuning(gpu, parsed, world_size);
-    if (!tuning) {
-      throw Error(ErrorKind::kValue, join("rota.gpu_tuning: world_size is ", world_size,
-                                          ", expected 1 to ", kMaxWorldSize));
-    }
-    return *tuning;
-  });
+  const schedule::Topology parsed =
+      parse_name("gpu_tuning", "topology", topology, "", schedule::kTopologyNames,
+                 schedule::parse_topology(topology));
+  const auto tuning = schedule::find_tuning(gpu, parsed, world_size);
+  if (!tuning) {
+    throw Error(ErrorKind::kValue, join("rota.gpu_tuning: world_size is ", world_size,
+                                        ", expected 1 to ", kMaxWorldSize));
+  }
+  return *tuning;
 }
 
 schedule::Cost cost(std::string_view what, double tensor, double wire, double hop, int world_size,
                     int group_size) {
-  return with_python_errors([&] {
-    const schedule::CostOf parsed =
-        parse_name("cost", "what", what, "", schedule::kCostNames, schedule::parse_cost(what));
-    if (world_size < 2 || group_size < 1 || world_size % group_size != 0) {
-      throw Error(ErrorKind::kValue,
-                  join("rota.cost: world_size is ", world_size, " and group_size ", group_size,
-                       ", expected 2 ranks or more, and a divisor of their number"));
-    }
-    return schedule::cost(parsed, {tensor, wire, hop}, world_size, group_size);
-  });
+  const schedule::CostOf parsed =
+      parse_name("cost", "what", what, "", schedule::kCostNames, schedule::parse_cost(what));
+  if (world_size < 2 || group_size < 1 || world_size % group_size != 0) {
+    throw Error(ErrorKind::kValue,
+                join("rota.cost: world_size is ", world_size, " and group_size ", group_size,
+                     ", expected 2 ranks or more, and a divisor of their number"));
+  }
+  return schedule::cost(parsed, {tensor, wire, hop}, world_size, group_size);
 }
 
 }  // namespace rota::tensors

@@ -1,5 +1,5 @@
 // Parses the options of collectives from Python's names and dtypes. "auto" lets core/plan.h choose
-// the algorithm. Each throws PythonError for unknown names.
+// the algorithm. Each throws Error for unknown names.
 #pragma once
 
 #include <ATen/core/Tensor.h>

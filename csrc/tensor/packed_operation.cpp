@@ -1,9 +1,6 @@
 #include "tensor/packed_operation.h"
 
-#include <algorithm>
-
 #include "tensor/collectives.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 

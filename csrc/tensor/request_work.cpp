@@ -39,9 +39,7 @@ void PackedMessage::unpack() const {
 
 RequestWork::RequestWork(Direction direction, std::shared_ptr<Communicator> communicator,
                          const at::Tensor& tensor, std::function<void()> check_interrupt)
-    : HostWork(communicator->rank(),
-               direction == Direction::kSend ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
-               direction == Direction::kSend ? "rota:send" : "rota:recv", {tensor},
+    : HostWork(communicator->rank(), op_type_of(direction), title_of(direction), {tensor},
                std::move(check_interrupt)),
       direction_(direction),
       communicator_(std::move(communicator)),

@@ -19,7 +19,7 @@ class PackedMessage {
   void run(Communicator& communicator, int peer, uint64_t tag, CallerThread thread) const;
   // Does not block. Throws Error.
   RequestRef start(Communicator& communicator, int peer, uint64_t tag,
-                   PointToPoint::OnDone on_done = {}) const;
+                   PointToPoint::OnDone on_done) const;
   // Call it once the request is done.
   void unpack() const;
 

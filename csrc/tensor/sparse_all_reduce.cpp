@@ -7,11 +7,6 @@
 #include <ATen/ops/tensor.h>
 #include <c10/core/InferenceMode.h>
 
-#include <vector>
-
-#include "base/error.h"
-#include "tensor/operation.h"
-#include "tensor/tensor_checks.h"
 #include "tensor/tensor_memory.h"
 
 namespace rota::tensors {

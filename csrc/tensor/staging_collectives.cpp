@@ -2,9 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "base/error.h"
-#include "tensor/connect_gpus.h"
-#include "tensor/tensor_checks.h"
+#include "tensor/gpus.h"
 
 namespace rota::tensors {
 namespace {
@@ -89,8 +87,8 @@ WorkRef StagingCollectives::reduce_bucket(const BucketTensors& tensors,
   return done(mode, CollectiveKind::kReduceBucket, {tensors.bucket});
 }
 
-WorkRef StagingCollectives::send(const at::Tensor&, int, int64_t, Launch) { refuse("send"); }
-
-WorkRef StagingCollectives::recv(const at::Tensor&, int, int64_t, Launch) { refuse("recv"); }
+WorkRef StagingCollectives::transfer(Direction direction, const at::Tensor&, int, int64_t, Launch) {
+  refuse(name(direction));
+}
 
 }  // namespace rota::tensors

@@ -21,8 +21,8 @@ class StagingCollectives final : public Collectives {
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   bool has_transfers() const override { return false; }
-  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode) override;
   void finish(const std::function<void()>&) override {}
 
  private:

@@ -3,7 +3,6 @@
 #include "base/error.h"
 #include "cpu/checksum.h"
 #include "cpu/element_loops.h"
-#include "tensor/errors.h"
 #include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
@@ -11,25 +10,23 @@ namespace {
 
 void check_contiguous(const at::Tensor& tensor) {
   if (tensor.is_cpu()) {
-    with_python_errors([&] { check_memory(tensor, "checksum"); });
+    check_memory(tensor, "checksum");
     if (tensor.is_contiguous()) return;
   }
-  throw PythonError(
-      Error(ErrorKind::kValue, "rota: a tensor is strided or not on the CPU, expected neither"));
+  throw Error(ErrorKind::kValue, "rota: a tensor is strided or not on the CPU, expected neither");
 }
 
 void check_lengths(size_t got, size_t expected) {
   if (got == expected) return;
-  throw PythonError(Error(ErrorKind::kValue, join("rota: ", got, " bytes, expected ", expected)));
+  throw Error(ErrorKind::kValue, join("rota: ", got, " bytes, expected ", expected));
 }
 
 void check_encoded(const at::Tensor& bytes, const at::Tensor& values, const WireFormat& wire) {
   check_contiguous(bytes);
   check_contiguous(values);
   if (values.scalar_type() != at::kFloat) {
-    throw PythonError(Error(
-        ErrorKind::kValue,
-        join("rota: the values are ", c10::toString(values.scalar_type()), ", expected float32")));
+    throw Error(ErrorKind::kValue, join("rota: the values are ",
+                                        c10::toString(values.scalar_type()), ", expected float32"));
   }
   check_lengths(bytes.nbytes(), wire.num_bytes(static_cast<uint64_t>(values.numel())));
 }

@@ -1,5 +1,5 @@
 // Tensors and the bytes in which they are stored: as they are, with a checksum, or in a wire
-// format. All tensors are contiguous and on the CPU. Errors are PythonError(kValue).
+// format. All tensors are contiguous and on the CPU. Errors are Error(kValue).
 #pragma once
 
 #include <ATen/core/Tensor.h>

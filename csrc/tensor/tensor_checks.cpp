@@ -5,60 +5,26 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <array>
-#include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "base/wire_format.h"
-#include "tensor/collectives.h"
-#include "tensor/errors.h"
 #include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
 namespace {
 
+// By DType.
+constexpr std::array<at::ScalarType, kNumDTypes> kTorchDTypes{
+    at::kFloat,  at::kDouble, at::kHalf,   at::kBFloat16,     at::kFloat8_e4m3fn, at::kFloat8_e5m2,
+    at::kByte,   at::kChar,   at::kShort,  at::kInt,          at::kLong,          at::kBool,
+    at::kUInt16, at::kUInt32, at::kUInt64, at::kComplexFloat, at::kComplexDouble};
+
 std::optional<DType> find_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kByte:
-      return DType::kUInt8;
-    case at::kChar:
-      return DType::kInt8;
-    case at::kShort:
-      return DType::kInt16;
-    case at::kInt:
-      return DType::kInt32;
-    case at::kLong:
-      return DType::kInt64;
-    case at::kBool:
-      return DType::kBool;
-    case at::kUInt16:
-      return DType::kUInt16;
-    case at::kUInt32:
-      return DType::kUInt32;
-    case at::kUInt64:
-      return DType::kUInt64;
-    case at::kComplexFloat:
-      return DType::kComplex64;
-    case at::kComplexDouble:
-      return DType::kComplex128;
-    case at::kFloat8_e4m3fn:
-      return DType::kFloat8E4M3;
-    case at::kFloat8_e5m2:
-      return DType::kFloat8E5M2;
-    default:  // torch's enum grows with every release
-      return std::nullopt;
-  }
+  const auto found = std::ranges::find(kTorchDTypes, dtype);
+  if (found == kTorchDTypes.end()) return std::nullopt;
+  return static_cast<DType>(found - kTorchDTypes.begin());
 }
 
 // Torch's names of all its dtypes.
@@ -102,22 +68,6 @@ void check_alignment(const at::Tensor& tensor, std::string_view collective) {
                    " bytes; call clone() first"));
 }
 
-void check_companion(const at::Tensor& tensor, std::string_view what, at::ScalarType dtype,
-                     int64_t num_elems, const at::Tensor& bucket) {
-  check_tensor(tensor, "reduce_bucket", bucket.device());
-  if (tensor.scalar_type() != dtype || tensor.numel() != num_elems || !tensor.is_contiguous()) {
-    throw Error(ErrorKind::kValue,
-                join("rota.reduce_bucket: ", what, " has ", tensor.numel(), " elements of ",
-                     c10::toString(tensor.scalar_type()),
-                     tensor.is_contiguous() ? "" : " and is not contiguous", ", expected ",
-                     num_elems, " contiguous ones of ", c10::toString(dtype)));
-  }
-  if (overlap(tensor, bucket)) {
-    throw Error(ErrorKind::kValue, join("rota.reduce_bucket: ", what,
-                                        " shares memory with the bucket; give it its own"));
-  }
-}
-
 }  // namespace
 
 std::vector<std::string_view> dtype_names(bool (*is_usable)(DType)) {
@@ -145,10 +95,6 @@ DType reducible_dtype(at::ScalarType dtype, std::string_view collective, std::st
                      [](DType candidate) { return info(candidate).is_reducible; });
 }
 
-DType bucket_dtype(const at::Tensor& bucket) {
-  return known_dtype(bucket.scalar_type(), "reduce_bucket", "the bucket's dtype", is_bucket_dtype);
-}
-
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective) {
   const at::ScalarType dtype = tensor.scalar_type();
   if (const auto known = find_dtype(dtype)) return *known;
@@ -169,10 +115,8 @@ at::Tensor as_copyable(const at::Tensor& tensor) {
 }
 
 uint32_t block_elems(at::ScalarType wire_dtype) {
-  return with_python_errors([&] {
-    return block_scaling(known_dtype(wire_dtype, "reduce_bucket", "wire_dtype", has_block_scaling))
-        .block_elems;
-  });
+  return block_scaling(known_dtype(wire_dtype, "reduce_bucket", "wire_dtype", has_block_scaling))
+      .block_elems;
 }
 
 void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Device device) {
@@ -200,16 +144,6 @@ void check_tensor(const at::Tensor& tensor, std::string_view collective, at::Dev
                 join("rota.", collective,
                      ": elements of the tensor may share memory (an expanded tensor?); call "
                      "contiguous() first"));
-  }
-}
-
-void check_bucket(const BucketTensors& tensors) {
-  const at::Device device = tensors.bucket.device();
-  check_tensor(tensors.bucket, "reduce_bucket", device);
-  check_companion(tensors.stats, "stats", at::kDouble, 2, tensors.bucket);
-  if (tensors.residual) {
-    check_companion(*tensors.residual, "residual", at::kFloat, tensors.bucket.numel(),
-                    tensors.bucket);
   }
 }
 

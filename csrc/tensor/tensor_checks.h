@@ -11,8 +11,6 @@
 
 namespace rota::tensors {
 
-struct BucketTensors;
-
 // The names of the dtypes for which is_usable holds, as torch spells them.
 std::vector<std::string_view> dtype_names(bool (*is_usable)(DType));
 
@@ -21,7 +19,6 @@ DType known_dtype(at::ScalarType dtype, std::string_view collective, std::string
                   bool (*is_usable)(DType));
 DType reducible_dtype(at::ScalarType dtype, std::string_view collective,
                       std::string_view what = "the tensor's dtype");
-DType bucket_dtype(const at::Tensor& bucket);
 // The same for collectives that only move bytes, which take whatever torch stores, except quantized
 // tensors.
 DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
@@ -29,7 +26,7 @@ DType movable_dtype(const at::Tensor& tensor, std::string_view collective);
 // copy. What copies elements before they are moved, or after it, copies this.
 at::Tensor as_copyable(const at::Tensor& tensor);
 
-// Elements per block of a block-scaled wire dtype; throws PythonError for a dtype without scales.
+// Elements per block of a block-scaled wire dtype; throws Error for a dtype without scales.
 uint32_t block_elems(at::ScalarType wire_dtype);
 
 // Throws Error(kType) unless it is a dense CPU or CUDA tensor with memory (tensor_memory.h), and
@@ -37,9 +34,6 @@ uint32_t block_elems(at::ScalarType wire_dtype);
 // misaligned.
 void check_tensor(const at::Tensor& tensor, std::string_view collective,
                   at::Device device = at::kCPU);
-
-// Throws Error(kType) or Error(kValue) for tensors that do not fit together.
-void check_bucket(const BucketTensors& tensors);
 
 uint64_t num_elems(const at::Tensor& tensor);
 uint64_t num_bytes(const at::Tensor& tensor);

@@ -6,19 +6,16 @@
 
 #include <iostream>
 
-#include "base/fork_generation.h"
-#include "base/limits.h"
 #include "base/per_process.h"
 #include "base/timeout.h"
 #include "core/call_scope.h"
 #include "core/progress_pool.h"
 #include "cuda/device_info.h"
 #include "hosts/joint_setup.h"
-#include "tensor/connect_gpus.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
+#include "tensor/gpus.h"
 #include "tensor/staging_collectives.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -66,9 +63,9 @@ Living& all_living() { return per_process<Living>(); }
 
 std::shared_ptr<TensorCommunicator> TensorCommunicator::make(
     const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
-    const TensorCommunicatorOptions& options) {
-  std::shared_ptr<TensorCommunicator> communicator(
-      with_python_errors([&] { return new TensorCommunicator(store, rank, world_size, options); }));
+    std::chrono::milliseconds timeout, const TensorCommunicatorOptions& options) {
+  std::shared_ptr<TensorCommunicator> communicator(with_python_errors(
+      [&] { return new TensorCommunicator(store, rank, world_size, timeout, options); }));
   if (!options.connects_at_first_use) with_python_errors([&] { communicator->connect(); });
   Living& living = all_living();
   const GilFreeLock lock(living.mutex);
@@ -78,12 +75,13 @@ std::shared_ptr<TensorCommunicator> TensorCommunicator::make(
 }
 
 TensorCommunicator::TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
-                                       int world_size, const TensorCommunicatorOptions& options)
+                                       int world_size, std::chrono::milliseconds timeout,
+                                       const TensorCommunicatorOptions& options)
     : store_(store),
       rank_(rank),
       world_size_(world_size),
       options_(options),
-      timeout_(usable_timeout(options.timeout)),
+      timeout_(usable_timeout(timeout)),
       fork_generation_(fork_generation()) {
   if (world_size > kMaxGroupSize) {
     throw Error(ErrorKind::kValue, join("rota.Communicator: world_size is ", world_size,
@@ -290,17 +288,6 @@ auto TensorCommunicator::collective(std::string_view call, OwnTimeout own_timeou
   });
 }
 
-// CUDA tensors need a turn among the collectives (Communicator::post_transfer()).
-template <typename Body>
-WorkRef TensorCommunicator::transfer(std::string_view call, const at::Tensor& tensor,
-                                     const Body& body) {
-  const auto run = [&](CpuCollectives& cpu) -> WorkRef {
-    return body(collectives_for(cpu, tensor, call, Callers::kSomeRanks));
-  };
-  if (tensor.defined() && tensor.is_cuda()) return collective(call, std::nullopt, run);
-  return with_python_errors([&] { return run(cpu_for(call)); });
-}
-
 Collectives& TensorCommunicator::collectives_for(CpuCollectives& cpu, const at::Tensor& tensor,
                                                  std::string_view call, Callers callers) {
   if (!tensor.defined() || !tensor.is_cuda()) {
@@ -397,16 +384,16 @@ WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch m
   });
 }
 
-WorkRef TensorCommunicator::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return transfer("send", tensor, [&](Collectives& collectives) {
-    return collectives.send(tensor, peer, tag, mode);
-  });
-}
-
-WorkRef TensorCommunicator::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return transfer("recv", tensor, [&](Collectives& collectives) {
-    return collectives.recv(tensor, peer, tag, mode);
-  });
+// CUDA tensors need a turn among the collectives (Communicator::post_transfer()).
+WorkRef TensorCommunicator::transfer(Direction direction, const at::Tensor& tensor, int peer,
+                                     int64_t tag, Launch mode) {
+  const std::string_view call = name(direction);
+  const auto run = [&](CpuCollectives& cpu) {
+    Collectives& collectives = collectives_for(cpu, tensor, call, Callers::kSomeRanks);
+    return collectives.transfer(direction, tensor, peer, tag, mode);
+  };
+  if (tensor.defined() && tensor.is_cuda()) return collective(call, std::nullopt, run);
+  return with_python_errors([&] { return run(cpu_for(call)); });
 }
 
 void TensorCommunicator::check_results() {

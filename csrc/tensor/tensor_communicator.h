@@ -33,7 +33,6 @@ using ChooseEngine = std::function<std::tuple<std::string, std::string, ConnectE
     int rank, int world_size)>;
 
 struct TensorCommunicatorOptions {
-  std::chrono::milliseconds timeout;
   size_t slot_bytes = 256 << 10;
   // Connect at the first call instead of in make(). That call waits until all ranks have made the
   // group; they need not use it.
@@ -57,6 +56,7 @@ class TensorCommunicator {
   // options.connects_at_first_use.
   static std::shared_ptr<TensorCommunicator> make(const c10::intrusive_ptr<::c10d::Store>& store,
                                                   int rank, int world_size,
+                                                  std::chrono::milliseconds timeout,
                                                   const TensorCommunicatorOptions& options);
   // Aborts pending work, also on the peers.
   ~TensorCommunicator() { end_progress(); }
@@ -80,8 +80,8 @@ class TensorCommunicator {
   // CPU tensors only.
   WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
   // CUDA tensors need joined GPUs, which takes all ranks (connect_device()).
-  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
-  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode);
 
   // Collective: joins the ranks' GPUs; otherwise the first collective on a CUDA tensor does. All
   // CUDA tensors of this rank must be on this device. Blocks. If GPUs cannot be joined, it warns
@@ -100,7 +100,7 @@ class TensorCommunicator {
   std::string why_ended(int rank) const;
   // How GPUs reach each other; empty before they are joined.
   std::optional<std::string> peer_access() const;
-  // Whether send() and recv() support CUDA tensors, once GPUs are joined.
+  // Whether transfer() supports CUDA tensors, once GPUs are joined.
   bool has_transfers() const { return !gpu_ || gpu_->has_transfers(); }
 
   // Blocks until what is queued on the GPU is done, and throws if any of it has failed: later than
@@ -126,7 +126,7 @@ class TensorCommunicator {
   enum class Callers { kAllRanks, kSomeRanks };
 
   TensorCommunicator(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size,
-                     const TensorCommunicatorOptions& options);
+                     std::chrono::milliseconds timeout, const TensorCommunicatorOptions& options);
   // own_timeout: of the call that needs it; none: the group's.
   void connect(OwnTimeout own_timeout = std::nullopt);
   void make_cpu_collectives(std::unique_ptr<transport::Transport> transport);
@@ -141,9 +141,6 @@ class TensorCommunicator {
   // Returns body(cpu) of a call of all ranks. Connects at the first call.
   template <typename Body>
   auto collective(std::string_view call, OwnTimeout own_timeout, const Body& body);
-  // The same of a send or recv, body(collectives).
-  template <typename Body>
-  WorkRef transfer(std::string_view call, const at::Tensor& tensor, const Body& body);
   // Joins the GPUs, in a call of all ranks.
   void join_gpus(CpuCollectives& cpu, at::Device device);
   // The one place that picks an implementation by the tensors' device; joins the GPUs if needed.
@@ -153,7 +150,7 @@ class TensorCommunicator {
   TorchStore store_;
   int rank_;
   int world_size_;
-  TensorCommunicatorOptions options_;               // but for the timeout:
+  TensorCommunicatorOptions options_;
   std::atomic<std::chrono::milliseconds> timeout_;  // any thread may set it, also during connect()
   uint64_t fork_generation_;
 

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <functional>
 #include <map>
 #include <string>

@@ -2,15 +2,11 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include "base/error.h"
-#include "base/fork_generation.h"
 #include "base/timeout.h"
 #include "core/window_watch.h"
-#include "tensor/errors.h"
 #include "tensor/gil.h"
 #include "tensor/heap_tensor.h"
 #include "tensor/signals.h"
-#include "tensor/tensor_checks.h"
 #include "tensor/tensor_memory.h"
 
 namespace rota::tensors {
@@ -44,8 +40,8 @@ std::optional<Milliseconds> usable(std::optional<Milliseconds> timeout) {
 
 void check_word(const transport::WindowView& view, uint64_t word) {
   if (word < view.num_words) return;
-  throw PythonError(Error(ErrorKind::kValue, join("rota: the word is ", word, ", expected 0 to ",
-                                                  view.num_words, " - 1")));
+  throw Error(ErrorKind::kValue,
+              join("rota: the word is ", word, ", expected 0 to ", view.num_words, " - 1"));
 }
 
 }  // namespace
@@ -58,11 +54,9 @@ ExposedTensor::ExposedTensor(at::Tensor tensor, uint64_t num_words, bool others_
 
 std::shared_ptr<ExposedTensor> ExposedTensor::make(const at::Tensor& tensor, uint64_t num_words,
                                                    bool others_may_write, bool torch_holds_it) {
-  return with_python_errors([&] {
-    check_for_window(tensor);
-    move_to_heap(tensor, "Window", /*counts_tensor=*/!torch_holds_it);
-    return std::make_shared<ExposedTensor>(tensor.detach(), num_words, others_may_write);
-  });
+  check_for_window(tensor);
+  move_to_heap(tensor, "Window", /*counts_tensor=*/!torch_holds_it);
+  return std::make_shared<ExposedTensor>(tensor.detach(), num_words, others_may_write);
 }
 
 uint64_t ExposedTensor::load(uint64_t word) const {
@@ -72,9 +66,8 @@ uint64_t ExposedTensor::load(uint64_t word) const {
 
 void ExposedTensor::publish(uint64_t word, uint64_t value) {
   if (fork_generation_ != fork_generation()) {
-    throw PythonError(Error(ErrorKind::kInternal,
-                            "rota: this shared memory belongs to the parent process; make your own "
-                            "after fork"));
+    throw Error(ErrorKind::kInternal,
+                "rota: this shared memory belongs to the parent process; make your own after fork");
   }
   check_word(view(), word);
   publish_word(view(), word, value);
@@ -83,13 +76,11 @@ void ExposedTensor::publish(uint64_t word, uint64_t value) {
 OpenedTensor::OpenedTensor(const std::string& address, std::string who, Milliseconds timeout)
     : who_(std::move(who)) {
   const auto deadline = std::chrono::steady_clock::now() + usable_timeout(timeout);
-  opened_ = with_python_errors([&] {
-    return transport::OpenedWindow::open(address, who_, [&] {
-      check_python_signals();
-      if (std::chrono::steady_clock::now() < deadline) return;
-      throw Error(ErrorKind::kTimeout, join("rota: ", who_, " did not answer within ",
-                                            timeout.count(), " ms; is its process stopped?"));
-    });
+  opened_ = transport::OpenedWindow::open(address, who_, [&] {
+    check_python_signals();
+    if (std::chrono::steady_clock::now() < deadline) return;
+    throw Error(ErrorKind::kTimeout, join("rota: ", who_, " did not answer within ",
+                                          timeout.count(), " ms; is its process stopped?"));
   });
 }
 
@@ -104,9 +95,7 @@ uint64_t OpenedTensor::load(uint64_t word) const {
 
 bool OpenedTensor::wait(uint64_t word, uint64_t value, Milliseconds timeout) const {
   check_word(opened_->view(), word);
-  return with_python_errors([&] {
-    return wait_word(*opened_, word, value, usable_timeout(timeout), who_, interrupt_check());
-  });
+  return wait_word(*opened_, word, value, usable_timeout(timeout), who_, interrupt_check());
 }
 
 at::Tensor OpenedTensor::bytes() {
@@ -194,76 +183,55 @@ Packed TensorWindow::packed_apart(const at::Tensor& tensor, Packed::Content cont
 }
 
 void TensorWindow::put(const at::Tensor& tensor, int rank, int64_t offset) {
-  with_python_errors([&] {
-    check("Window.put", tensor, offset);
-    const Packed packed = packed_apart(tensor, Packed::Content::kRead, rank);
-    window()->put(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
-                  c10::elementSize(dtype_));
-  });
+  check("Window.put", tensor, offset);
+  const Packed packed = packed_apart(tensor, Packed::Content::kRead, rank);
+  window()->put(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
+                c10::elementSize(dtype_));
 }
 
 void TensorWindow::get(const at::Tensor& tensor, int rank, int64_t offset) {
-  with_python_errors([&] {
-    check("Window.get", tensor, offset);
-    const Packed packed = packed_apart(tensor, Packed::Content::kOverwritten, rank);
-    window()->get(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
-                  c10::elementSize(dtype_));
-    packed.unpack();
-  });
+  check("Window.get", tensor, offset);
+  const Packed packed = packed_apart(tensor, Packed::Content::kOverwritten, rank);
+  window()->get(rank, static_cast<uint64_t>(offset), packed.data(), num_elems(tensor),
+                c10::elementSize(dtype_));
+  packed.unpack();
 }
 
 void TensorWindow::accumulate(const at::Tensor& tensor, int rank, int64_t offset,
                               const std::optional<WireFormat>& wire) {
   constexpr std::string_view kCall = "Window.accumulate";
-  with_python_errors([&] {
-    check(kCall, tensor, offset);
-    const DType dtype = reducible_dtype(dtype_, kCall, "the window's dtype");
-    if (info(dtype).accumulate != dtype) {
-      throw Error(ErrorKind::kType,
-                  join("rota.Window.accumulate: the window is ", name(dtype),
-                       ", which would round every sum; make it float32 and pass wire_dtype"));
-    }
-    if (wire && dtype != DType::kFloat32) {
-      throw Error(ErrorKind::kType,
-                  join("rota.Window.accumulate: wire_dtype is for windows of float32, this one is ",
-                       name(dtype)));
-    }
-    const Packed packed = packed_apart(tensor, Packed::Content::kRead, rank);
-    window()->accumulate(rank, static_cast<uint64_t>(offset), packed.data(), dtype,
-                         num_elems(tensor), wire);
-  });
-}
-
-void TensorWindow::signal(int rank, int channel) {
-  with_python_errors([&] { window()->signal(rank, channel); });
+  check(kCall, tensor, offset);
+  const DType dtype = reducible_dtype(dtype_, kCall, "the window's dtype");
+  if (info(dtype).accumulate != dtype) {
+    throw Error(ErrorKind::kType,
+                join("rota.Window.accumulate: the window is ", name(dtype),
+                     ", which would round every sum; make it float32 and pass wire_dtype"));
+  }
+  if (wire && dtype != DType::kFloat32) {
+    throw Error(ErrorKind::kType,
+                join("rota.Window.accumulate: wire_dtype is for windows of float32, this one is ",
+                     name(dtype)));
+  }
+  const Packed packed = packed_apart(tensor, Packed::Content::kRead, rank);
+  window()->accumulate(rank, static_cast<uint64_t>(offset), packed.data(), dtype, num_elems(tensor),
+                       wire);
 }
 
 void TensorWindow::wait_signal(int rank, int channel, std::optional<Milliseconds> timeout) {
-  with_python_errors([&] { window()->wait_signal(rank, channel, usable(timeout)); });
+  window()->wait_signal(rank, channel, usable(timeout));
 }
 
 int TensorWindow::wait_any_signal(const std::vector<int>& ranks, int channel,
                                   std::optional<Milliseconds> timeout) {
-  return with_python_errors(
-      [&] { return window()->wait_any_signal(ranks, channel, usable(timeout)); });
-}
-
-uint64_t TensorWindow::num_signals(int rank, int channel) const {
-  return with_python_errors([&] { return window()->num_signals(rank, channel); });
-}
-
-bool TensorWindow::is_alive(int rank) const {
-  return with_python_errors([&] { return window()->is_alive(rank); });
+  return window()->wait_any_signal(ranks, channel, usable(timeout));
 }
 
 at::Tensor TensorWindow::view(int rank) {
-  return with_python_errors([&] {
-    std::byte* data = window()->view(rank).data.data();
-    const GilFreeLock lock(mutex_);
-    if (rank == rank_) return own_ ? own_->tensor() : at::Tensor();
-    return at::from_blob(
-        data, shape_, [other = others_[static_cast<size_t>(rank)]](void*) {}, dtype_);
-  });
+  std::byte* data = window()->view(rank).data.data();
+  const GilFreeLock lock(mutex_);
+  if (rank == rank_) return own_ ? own_->tensor() : at::Tensor();
+  return at::from_blob(
+      data, shape_, [other = others_[static_cast<size_t>(rank)]](void*) {}, dtype_);
 }
 
 void TensorWindow::close() {

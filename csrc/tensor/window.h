@@ -70,7 +70,7 @@ class OpenedTensor {
   std::shared_ptr<transport::OpenedWindow> opened_;
 };
 
-// As core/window.h, with errors as PythonError; offsets are elements of the window.
+// As core/window.h; offsets are elements of the window.
 class TensorWindow {
  public:
   // others: by rank, null for this one and for those on other hosts. service: null if there are
@@ -91,12 +91,12 @@ class TensorWindow {
   // The rank's tensor, in place.
   at::Tensor view(int rank);
 
-  void signal(int rank, int channel);
+  void signal(int rank, int channel) { window()->signal(rank, channel); }
   void wait_signal(int rank, int channel, std::optional<Milliseconds> timeout);
   int wait_any_signal(const std::vector<int>& ranks, int channel,
                       std::optional<Milliseconds> timeout);
-  uint64_t num_signals(int rank, int channel) const;
-  bool is_alive(int rank) const;
+  uint64_t num_signals(int rank, int channel) const { return window()->num_signals(rank, channel); }
+  bool is_alive(int rank) const { return window()->is_alive(rank); }
 
   // Later calls here fail, as do others' accesses to this rank. Idempotent.
   void close();

@@ -1,10 +1,7 @@
 // Replaces tensor/cuda/ in CPU builds.
 #if !defined(ROTA_WITH_CUDA)
 
-#include "base/error.h"
-#include "tensor/connect_gpus.h"
-#include "tensor/gpu_classes.h"
-#include "tensor/gpu_self_test.h"
+#include "tensor/gpus.h"
 
 namespace rota::tensors {
 namespace {

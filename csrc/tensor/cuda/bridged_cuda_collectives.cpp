@@ -3,23 +3,18 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <iostream>
-#include <thread>
 
-#include "tensor/connect_gpus.h"
-#include "tensor/cpu_collectives.h"
 #include "tensor/cuda/copies_over_hosts.h"
-#include "tensor/cuda/cuda_collectives.h"
 #include "tensor/cuda/device_work.h"
 #include "tensor/cuda/level_sums.h"
 #include "tensor/cuda/sums_over_hosts.h"
+#include "tensor/gpus.h"
 #include "tensor/packed_operation.h"
 #include "tensor/staging_collectives.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -72,27 +67,10 @@ void BridgedCudaCollectives::verify_engine() {
 }
 
 std::optional<Call> BridgedCudaCollectives::on_gpus(Call call) const {
-  bool fits = false;
-  switch (call.kind) {
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kReduceBucket:
-    case CollectiveKind::kReduce:
-    case CollectiveKind::kReduceScatter:
-      fits = sums_on_gpus(call, gpus_.hosts());
-      break;
-    case CollectiveKind::kAllGather:
-      fits = call.uneven == 0 && !call.encodes_parts();
-      break;
-    case CollectiveKind::kBroadcast:
-      fits = true;
-      break;
-    case CollectiveKind::kGather:
-    case CollectiveKind::kScatter:
-    case CollectiveKind::kAllToAll:
-    case CollectiveKind::kSendRecv:
-    case CollectiveKind::kBarrier:
-      break;
-  }
+  const bool fits = row_of(call.kind).reduces ? sums_on_gpus(call, gpus_.hosts())
+                    : call.kind == CollectiveKind::kAllGather
+                        ? call.uneven == 0 && !call.encodes_parts()
+                        : call.kind == CollectiveKind::kBroadcast;
   if (!fits) return std::nullopt;
   call.is_between_gpus = true;
   return call;
@@ -113,18 +91,8 @@ WorkRef BridgedCudaCollectives::launch(Launch mode, CollectiveKind kind,
   }
   RECORD_USER_SCOPE(row_of(kind).title.data());
   const c10::DeviceGuard on_device(device_);
-  const c10::Stream current = guard_.getStream(device_);
-  const c10::Stream stream = mode == Launch::kBlocking ? current : stream_;
-  if (mode == Launch::kAsync) {
-    c10::Event ready(device_.type());
-    ready.record(current);
-    ready.block(stream);
-    for (const at::Tensor& tensor : tensors) {
-      // Keeps the allocator from reusing the memory while this stream works on it, also if the call
-      // fails in the middle.
-      guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-    }
-  }
+  const c10::Stream stream = mode == Launch::kBlocking ? guard_.getStream(device_) : stream_;
+  if (mode == Launch::kAsync) hand_over(tensors, stream);
   bridged_.run_in_turn(kind, [device = device_, stream, body = std::move(body)] {
     const c10::DeviceGuard on_device(device);
     const c10::StreamGuard on_stream(stream);
@@ -161,36 +129,35 @@ WorkRef BridgedCudaCollectives::run(OperationList operations, Launch mode) {
                 });
 }
 
+// Ranks other than the root put the sum of a reduce aside.
 void BridgedCudaCollectives::run_here(const Operation& operation, const Call& call) {
   const int rank = bridged_.bridge().rank();
-  if (row_of(call.kind).reduces && row_of(call.kind).is_in_place) return run_sum(operation, call);
-  if (call.kind == CollectiveKind::kBroadcast) {
-    const bool is_root = call.root == rank;
-    const Packed packed(operation.outputs[0],
-                        is_root ? Packed::Content::kRead : Packed::Content::kOverwritten);
-    broadcast_over_hosts(gpus_, call, flat(packed.tensor()).view(at::kByte));
-    if (!is_root) packed.unpack();
+  const CollectiveRow& row = row_of(call.kind);
+  if (row.is_in_place) {
+    const bool contributes = is_among(row.contributors, rank, call.root);
+    const bool receives = is_among(row.receivers, rank, call.root);
+    const bool is_aside = row.reduces && !receives;
+    const at::Tensor tensor = is_aside ? operation.outputs[0].clone() : operation.outputs[0];
+    const Packed packed(tensor,
+                        contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
+                        operation.premul_factor);
+    if (row.reduces) {
+      all_reduce_over_hosts(gpus_, call, bridged_.orders_of(call), flat(packed.tensor()));
+    } else {
+      broadcast_over_hosts(gpus_, call, flat(packed.tensor()).view(at::kByte));
+    }
+    if (receives) packed.unpack();
     return;
   }
   const PackedOperation packed(operation, rank, bridged_.bridge().world_size());
   const cpu::Buffers buffers = packed.buffers();
   if (call.kind == CollectiveKind::kAllGather) {
-    all_gather_over_hosts(gpus_, call, buffers, device_);
+    all_gather_over_hosts(gpus_, call, buffers);
   } else {
     reduce_scatter_over_hosts(gpus_, call, bridged_.orders_of(call), buffers,
-                              operation.any_tensor().scalar_type(), device_);
+                              operation.any_tensor().scalar_type());
   }
   packed.unpack();
-}
-
-// An all_reduce, or a reduce, whose sum ranks other than the root put aside.
-void BridgedCudaCollectives::run_sum(const Operation& operation, const Call& call) {
-  const at::Tensor& tensor = operation.outputs[0];
-  const bool receives = is_among(row_of(call.kind).receivers, bridged_.bridge().rank(), call.root);
-  const at::Tensor sum = receives ? tensor : tensor.clone();
-  const Packed packed(sum, Packed::Content::kRead, operation.premul_factor);
-  all_reduce_over_hosts(gpus_, call, bridged_.orders_of(call), flat(packed.tensor()));
-  if (receives) packed.unpack();
 }
 
 WorkRef BridgedCudaCollectives::reduce_bucket(const BucketTensors& tensors,
@@ -213,12 +180,9 @@ void BridgedCudaCollectives::run_bucket_here(const BucketTensors& tensors, const
   packed.unpack();
 }
 
-WorkRef BridgedCudaCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return staging_->send(tensor, peer, tag, mode);
-}
-
-WorkRef BridgedCudaCollectives::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return staging_->recv(tensor, peer, tag, mode);
+WorkRef BridgedCudaCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
+                                         int64_t tag, Launch mode) {
+  return staging_->transfer(direction, tensor, peer, tag, mode);
 }
 
 void BridgedCudaCollectives::finish(const std::function<void()>& check_interrupt) {

@@ -38,8 +38,8 @@ class BridgedCudaCollectives final : public Collectives {
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   bool has_transfers() const override { return false; }
-  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
   void check_results(const std::function<void()>& check_interrupt) override;
 
@@ -52,7 +52,6 @@ class BridgedCudaCollectives final : public Collectives {
   WorkRef launch(Launch mode, CollectiveKind kind, std::vector<at::Tensor> tensors,
                  std::function<void()> body);
   void run_here(const Operation& operation, const Call& call);
-  void run_sum(const Operation& operation, const Call& call);
   void run_bucket_here(const BucketTensors& tensors, const Call& call);
 
   BridgedCollectives& bridged_;

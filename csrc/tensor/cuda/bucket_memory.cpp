@@ -3,8 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include "base/fixed_tree.h"
-#include "base/tile.h"
-#include "schedule/chunk.h"
 
 namespace rota::tensors {
 namespace {

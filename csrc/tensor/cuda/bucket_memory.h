@@ -20,4 +20,15 @@ struct BucketMemory {
   cuda::UnpackWords* words;
 };
 
+// One tensor, and its elements in the wire format.
+inline cuda::BucketArgs bucket_of(const void* data, uint64_t num_elems, void* wire,
+                                  float contribution_factor, float result_factor) {
+  return {.tiles = nullptr,
+          .contiguous = {static_cast<std::byte*>(const_cast<void*>(data)), num_elems},
+          .num_tiles = schedule::ceil_div(num_elems, kTileElems),
+          .wire = static_cast<std::byte*>(wire),
+          .contribution_factor = contribution_factor,
+          .result_factor = result_factor};
+}
+
 }  // namespace rota::tensors

@@ -1,9 +1,5 @@
 #include "tensor/cuda/copies_over_hosts.h"
 
-#include <algorithm>
-#include <array>
-#include <utility>
-
 #include "schedule/levels.h"
 
 namespace rota::tensors {
@@ -23,11 +19,10 @@ at::Tensor part_of(const at::Tensor& bytes, uint64_t begin, uint64_t num_bytes) 
 }
 
 // `num` copies of the same bytes, one after another.
-at::Tensor repeated(const HostGpus& gpus, const void* data, uint64_t num_bytes, uint64_t num,
-                    at::Device device) {
+at::Tensor repeated(const HostGpus& gpus, const void* data, uint64_t num_bytes, uint64_t num) {
   const at::Tensor copies = gpus.bytes(num_bytes * num);
   for (uint64_t i = 0; i < num; ++i) {
-    copy_bytes(device, static_cast<std::byte*>(copies.data_ptr()) + i * num_bytes, data, num_bytes);
+    gpus.copy(static_cast<std::byte*>(copies.data_ptr()) + i * num_bytes, data, num_bytes);
   }
   return copies;
 }
@@ -36,11 +31,10 @@ at::Tensor repeated(const HostGpus& gpus, const void* data, uint64_t num_bytes, 
 // they have got.
 class AllGather {
  public:
-  AllGather(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers, at::Device device)
+  AllGather(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers)
       : gpus_(gpus),
         call_(call),
         buffers_(buffers),
-        device_(device),
         receivers_(gpus.partners()),
         senders_(gpus.bridge()),
         chunk_bytes_(chunk_bytes(senders_.num_places())) {}
@@ -57,8 +51,7 @@ class AllGather {
     for (const int rank : senders) from[static_cast<size_t>(rank)] = split(range);
     const auto* own = static_cast<const std::byte*>(buffers_.inputs[0].data) + range.begin;
     place.exchange = gpus_.engine().start(
-        call_.kind_name(),
-        repeated(gpus_, own, range.num_elems, receivers_.ascending().size(), device_),
+        call_.kind_name(), repeated(gpus_, own, range.num_elems, receivers_.ascending().size()),
         std::move(to),
         part_of(place.parts, senders_.place(own_place(), 0) * range.num_elems,
                 senders.size() * range.num_elems),
@@ -78,7 +71,7 @@ class AllGather {
     for (size_t i = 0; i < senders_.num_local(); ++i) {
       for (size_t j = 0; j < senders_.of(i).size(); ++j) {
         auto* output = static_cast<std::byte*>(buffers_.outputs[senders_.of(i)[j]].data);
-        copy_bytes(device_, output + range.begin, parts + senders_.place(i, j) * range.num_elems,
+        gpus_.copy(output + range.begin, parts + senders_.place(i, j) * range.num_elems,
                    range.num_elems);
       }
     }
@@ -101,7 +94,6 @@ class AllGather {
   HostGpus& gpus_;
   const Call& call_;
   const cpu::Buffers& buffers_;
-  at::Device device_;
   const RankOfEachHost receivers_;
   const Partnered senders_;  // to each rank of this host
   uint64_t chunk_bytes_;
@@ -143,9 +135,8 @@ class Broadcast {
         for (int host = 0; host < gpus_.hosts().num_hosts(); ++host) {
           if (host != root_.host) to[on_rail(host)] = split;
         }
-        outgoing =
-            repeated(gpus_, part_of(chunk, own.begin, own.num_elems).data_ptr(), own.num_elems,
-                     static_cast<uint64_t>(gpus_.hosts().num_hosts()) - 1, bytes_.device());
+        outgoing = repeated(gpus_, part_of(chunk, own.begin, own.num_elems).data_ptr(),
+                            own.num_elems, static_cast<uint64_t>(gpus_.hosts().num_hosts()) - 1);
       } else {
         from[on_rail(root_.host)] = split;
         incoming = part_of(place.shards, own_rail() * shard_bytes, own.num_elems);
@@ -166,7 +157,7 @@ class Broadcast {
     const Range range = range_of(index);
     void* to = part_of(bytes_, range.begin, range.num_elems).data_ptr();
     if (!is_of_root_ && place.shards.data_ptr() != to) {
-      copy_bytes(bytes_.device(), to, place.shards.data_ptr(), range.num_elems);
+      gpus_.copy(to, place.shards.data_ptr(), range.num_elems);
     }
     place = {};
   }
@@ -197,9 +188,8 @@ class Broadcast {
 
 }  // namespace
 
-void all_gather_over_hosts(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers,
-                           at::Device device) {
-  AllGather(gpus, call, buffers, device).run();
+void all_gather_over_hosts(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers) {
+  AllGather(gpus, call, buffers).run();
 }
 
 void broadcast_over_hosts(HostGpus& gpus, const Call& call, const at::Tensor& bytes) {

@@ -8,8 +8,7 @@
 namespace rota::tensors {
 
 // Gathers equal parts. buffers: one input, and an output for each rank.
-void all_gather_over_hosts(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers,
-                           at::Device device);
+void all_gather_over_hosts(HostGpus& gpus, const Call& call, const cpu::Buffers& buffers);
 
 // bytes: of the tensor; those of the root become everybody's. The root's host sends to all others.
 void broadcast_over_hosts(HostGpus& gpus, const Call& call, const at::Tensor& bytes);

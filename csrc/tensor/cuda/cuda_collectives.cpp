@@ -7,13 +7,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
-#include <thread>
-
-#include "tensor/connect_gpus.h"
 #include "tensor/cuda/device_work.h"
 #include "tensor/cuda/native_stream.h"
+#include "tensor/gpus.h"
 #include "tensor/packed_operation.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -29,13 +26,9 @@ transport::DeviceGeometry make_geometry(int world_size, const schedule::Tuning& 
 
 uint64_t num_tiles_of(const Call& call) { return schedule::ceil_div(call.num_elems, kTileElems); }
 
-// One tensor of call.num_elems elements, and its wire buffer.
-cuda::BucketArgs bucket_of(const Call& call, std::byte* wire, void* data) {
-  return {.contiguous = {static_cast<std::byte*>(data), call.num_elems},
-          .num_tiles = num_tiles_of(call),
-          .wire = wire,
-          .contribution_factor = call.pass.contribution_factor,
-          .result_factor = call.pass.result_factor};
+cuda::BucketArgs args_of(const Call& call, std::byte* wire, void* data) {
+  return bucket_of(data, call.num_elems, wire, call.pass.contribution_factor,
+                   call.pass.result_factor);
 }
 
 }  // namespace
@@ -122,14 +115,7 @@ WorkRef CudaCollectives::launch(Launch mode, const c10::Stream& stream, ::c10d::
     body();
     return {};
   }
-  c10::Event ready(device_.type());
-  ready.record(guard_.getStream(device_));
-  ready.block(stream);
-  for (const at::Tensor& tensor : tensors) {
-    // Keeps the allocator from reusing the memory while this stream works on it, also if body()
-    // throws when it has queued a part.
-    guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-  }
+  hand_over(tensors, stream);
   const c10::StreamGuard on_stream(stream);
   body();
   return c10::make_intrusive<DeviceWork>(communicator_, op_type, title, tensors.vec(), stream);
@@ -180,47 +166,30 @@ WorkRef CudaCollectives::run(OperationList operations, Launch mode) {
 
 void CudaCollectives::run_planned(const Operation& operation, const Call& call) {
   if (is_of_transfers(call)) return run_transfers(operation, call);
-  switch (call.kind) {
-    case CollectiveKind::kAllReduce:
-      return run_all_reduce(operation, call);
-    case CollectiveKind::kReduce:
-      return run_reduce(operation, call);
-    case CollectiveKind::kReduceScatter:
-      return run_reduce_scatter(operation, call);
-    case CollectiveKind::kBroadcast:
-      return run_broadcast(operation.outputs[0], call);
-    case CollectiveKind::kAllGather:
-      return run_all_gather(operation, call);
-    case CollectiveKind::kReduceBucket:
-    case CollectiveKind::kGather:
-    case CollectiveKind::kScatter:
-    case CollectiveKind::kAllToAll:
-    case CollectiveKind::kSendRecv:
-    case CollectiveKind::kBarrier:
-      break;  // other methods' calls
-  }
+  if (row_of(call.kind).is_in_place) return run_in_place(operation, call);
+  if (call.kind == CollectiveKind::kAllGather) return run_all_gather(operation, call);
+  run_reduce_scatter(operation, call);
 }
 
-void CudaCollectives::run_all_reduce(const Operation& operation, const Call& call) {
+// Ranks other than the root put the sum of a reduce aside.
+void CudaCollectives::run_in_place(const Operation& operation, const Call& call) {
   const uint64_t fingerprint = communicator_->post_launch(call);
-  const Packed packed(operation.outputs[0], Packed::Content::kRead, operation.premul_factor);
+  const CollectiveRow& row = row_of(call.kind);
+  if (!row.reduces && communicator_->world_size() == 1) return;
+  const at::NoGradGuard no_grad;
+  const int rank = communicator_->rank();
+  const bool contributes = is_among(row.contributors, rank, call.root);
+  const bool receives = is_among(row.receivers, rank, call.root);
+  const bool is_aside = row.reduces && !receives;
+  const at::Tensor tensor = is_aside ? operation.outputs[0].clone() : operation.outputs[0];
+  const Packed packed(tensor, contributes ? Packed::Content::kRead : Packed::Content::kOverwritten,
+                      operation.premul_factor);
   if (cuda::is_packed(call)) {
     run_packed(call, fingerprint, packed.data(), nullptr, nullptr);
   } else {
     run(call, fingerprint, packed.data(), packed.data());
   }
-  packed.unpack();
-}
-
-// An all_reduce, whose sum ranks other than the root put aside.
-void CudaCollectives::run_reduce(const Operation& operation, const Call& call) {
-  const uint64_t fingerprint = communicator_->post_launch(call);
-  const at::NoGradGuard no_grad;
-  const bool is_root = call.root == communicator_->rank();
-  const at::Tensor sum = is_root ? operation.outputs[0] : operation.outputs[0].clone();
-  const Packed packed(sum, Packed::Content::kRead, operation.premul_factor);
-  run(call, fingerprint, packed.data(), packed.data());
-  if (is_root) packed.unpack();
+  if (receives) packed.unpack();
 }
 
 WorkRef CudaCollectives::reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
@@ -252,7 +221,7 @@ void CudaCollectives::run_packed(const Call& call, uint64_t fingerprint, void* d
 
 void CudaCollectives::launch_pack(const Call& call, const BucketMemory& memory, void* data,
                                   float* residual) {
-  cuda::launch_pack({.bucket = bucket_of(call, memory.wire, data),
+  cuda::launch_pack({.bucket = args_of(call, memory.wire, data),
                      .residual = residual,
                      .rounding = cuda::rounding_of(call, communicator_->rank()),
                      .words = memory.words},
@@ -261,20 +230,11 @@ void CudaCollectives::launch_pack(const Call& call, const BucketMemory& memory, 
 
 void CudaCollectives::launch_unpack(const Call& call, const BucketMemory& memory, std::byte* wire,
                                     void* data, double* stats) {
-  cuda::launch_unpack({.bucket = bucket_of(call, wire, data),
+  cuda::launch_unpack({.bucket = args_of(call, wire, data),
                        .squares = memory.squares,
                        .stats = stats,
                        .words = memory.words},
                       call.dtype, call.wire, current_stream(device_));
-}
-
-void CudaCollectives::run_broadcast(const at::Tensor& tensor, const Call& call) {
-  const uint64_t fingerprint = communicator_->post_launch(call);
-  if (communicator_->world_size() == 1) return;
-  const bool is_root = call.root == communicator_->rank();
-  const Packed packed(tensor, is_root ? Packed::Content::kRead : Packed::Content::kOverwritten);
-  run(call, fingerprint, packed.data(), packed.data());
-  if (!is_root) packed.unpack();
 }
 
 // The kernel fills one contiguous tensor.

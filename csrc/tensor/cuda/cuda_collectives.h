@@ -38,9 +38,8 @@ class CudaCollectives final : public Collectives {
   bool supports(const Operation& operation) const override;
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
-  bool has_transfers() const override { return true; }
-  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
   void check_results(const std::function<void()>& check_interrupt) override;
 
@@ -59,8 +58,7 @@ class CudaCollectives final : public Collectives {
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
   void run_planned(const Operation& operation, const Call& call);
-  void run_all_reduce(const Operation& operation, const Call& call);
-  void run_reduce(const Operation& operation, const Call& call);
+  void run_in_place(const Operation& operation, const Call& call);
   void run_reduce_bucket(const BucketTensors& tensors, const Call& call);
   // Packs the tensor into the call's wire format, runs the kernel and unpacks the result. residual,
   // stats: null for none.
@@ -70,19 +68,16 @@ class CudaCollectives final : public Collectives {
   void launch_pack(const Call& call, const BucketMemory& memory, void* data, float* residual);
   void launch_unpack(const Call& call, const BucketMemory& memory, std::byte* wire, void* data,
                      double* stats);
-  void run_broadcast(const at::Tensor& tensor, const Call& call);
   void run_all_gather(const Operation& operation, const Call& call);
   // Packs this rank's part into the call's wire format, gathers what is packed and unpacks it all.
   void run_encoded_all_gather(const Operation& operation, const Call& call);
   void run_reduce_scatter(const Operation& operation, const Call& call);
   void run_packed_reduce_scatter(const Call& call, uint64_t fingerprint, void* input, void* output);
 
-  // In cuda_transfers.cpp, as send and recv.
+  // In cuda_transfers.cpp, as transfer().
   // Whether a collective consists of transfers between pairs of ranks instead of one kernel.
   static bool is_of_transfers(const Call& call);
   void run_transfers(const Operation& operation, const Call& call);
-  // This rank is the source or the destination.
-  WorkRef transfer(const at::Tensor& tensor, int source, int destination, Launch mode);
   // `call` is what the two ranks compare.
   void run_transfer(const Call& call, void* data, int source, int destination);
 

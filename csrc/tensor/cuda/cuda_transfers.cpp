@@ -1,6 +1,5 @@
 // Send and recv of CUDA tensors, and the collectives that consist of transfers between pairs of
 // ranks.
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/ScopeExit.h>
 
@@ -13,23 +12,9 @@
 namespace rota::tensors {
 
 bool CudaCollectives::is_of_transfers(const Call& call) {
-  switch (call.kind) {
-    case CollectiveKind::kGather:
-    case CollectiveKind::kScatter:
-    case CollectiveKind::kAllToAll:
-      return true;
-    case CollectiveKind::kAllGather:
-      return call.uneven != 0;
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kReduceBucket:
-    case CollectiveKind::kReduce:
-    case CollectiveKind::kReduceScatter:
-    case CollectiveKind::kBroadcast:
-    case CollectiveKind::kSendRecv:
-    case CollectiveKind::kBarrier:
-      return false;
-  }
-  return false;
+  return call.kind == CollectiveKind::kGather || call.kind == CollectiveKind::kScatter ||
+         call.kind == CollectiveKind::kAllToAll ||
+         (call.kind == CollectiveKind::kAllGather && call.uneven != 0);
 }
 
 // Receives run beside sends, because a send may wait for the peer to receive; both are queued step
@@ -53,11 +38,6 @@ void CudaCollectives::run_transfers(const Operation& operation, const Call& call
   };
 
   const c10::Stream sending = guard_.getStream(device_);
-  const auto put_behind = [this](const c10::Stream& first, const c10::Stream& second) {
-    c10::Event event(device_.type());
-    event.record(first);
-    event.block(second);
-  };
   put_behind(sending, receive_stream_);
   // Also if a transfer throws: the memory is free again for what `sending` does next.
   auto join = c10::make_scope_exit([&] {
@@ -90,23 +70,14 @@ void CudaCollectives::run_transfers(const Operation& operation, const Call& call
   packed.unpack();
 }
 
-WorkRef CudaCollectives::send(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
-  return transfer(tensor, communicator_->rank(), peer, mode);
-}
-
-WorkRef CudaCollectives::recv(const at::Tensor& tensor, int peer, int64_t, Launch mode) {
-  return transfer(tensor, peer, communicator_->rank(), mode);
-}
-
-WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int destination,
+WorkRef CudaCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t,
                                   Launch mode) {
   const int rank = communicator_->rank();
-  const bool is_send = source == rank;
-  const int peer = is_send ? destination : source;
+  const bool is_send = direction == Direction::kSend;
   check_tensor(tensor, "send_recv", device_);
   if (peer < 0 || peer >= communicator_->world_size() || peer == rank) {
     throw Error(ErrorKind::kValue,
-                join("rota.", is_send ? "send" : "recv", ": the other rank is ", peer,
+                join("rota.", name(direction), ": the other rank is ", peer,
                      ", expected one in [0, ", communicator_->world_size(), ") other than ", rank,
                      peer == rank ? "; copy a CUDA tensor to send it to oneself" : ""));
   }
@@ -115,12 +86,11 @@ WorkRef CudaCollectives::transfer(const at::Tensor& tensor, int source, int dest
                   .num_elems = num_elems(tensor)};
   const auto body = [&] {
     const Packed packed(tensor, is_send ? Packed::Content::kRead : Packed::Content::kOverwritten);
-    run_transfer(call, packed.data(), source, destination);
+    run_transfer(call, packed.data(), is_send ? rank : peer, is_send ? peer : rank);
     if (!is_send) packed.unpack();
   };
-  return launch(mode, is_send ? stream_ : receive_stream_,
-                is_send ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
-                is_send ? "rota:send" : "rota:recv", tensor, body);
+  return launch(mode, is_send ? stream_ : receive_stream_, op_type_of(direction),
+                title_of(direction), tensor, body);
 }
 
 void CudaCollectives::run_transfer(const Call& call, void* data, int source, int destination) {

@@ -1,127 +1,55 @@
-#include "tensor/gpu_classes.h"
+#include "tensor/cuda/gpu_classes.h"
 
-#include <pybind11/chrono.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 
-#include "base/timeout.h"
-#include "tensor/cuda/device_windows.h"
-#include "tensor/cuda/gradient_bucket.h"
-#include "tensor/cuda/local_group.h"
-#include "tensor/errors.h"
-#include "tensor/gil.h"
+#include "tensor/cuda/join_gpus.h"
+#include "tensor/window.h"
 
 namespace rota::tensors {
 namespace {
 
-namespace py = pybind11;
+// Destroyed from the end: the owners hear that their memory is not mapped any more after it was
+// unmapped.
+struct MappedWindows {
+  std::vector<std::shared_ptr<OpenedTensor>> opened;
+  std::shared_ptr<void> mapped;
+};
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-using Tensors = std::vector<at::Tensor>;
-
-void add_local_group(py::module_& module) {
-  using Holder = std::unique_ptr<LocalGroup, DeleteWithoutGil>;
-  py::class_<LocalGroup, Holder>(module, "LocalGroup")
-      .def(py::init([](int world_size, at::Device device, std::optional<int> num_channels,
-                       std::chrono::milliseconds timeout,
-                       const std::optional<schedule::Tuning>& tuning) {
-             return with_python_errors([&] {
-               return Holder(new LocalGroup({.world_size = world_size,
-                                             .device = device,
-                                             .num_channels = num_channels,
-                                             .timeout = usable_timeout(timeout),
-                                             .tuning = tuning}));
-             });
-           }),
-           py::arg("world_size"), py::arg("device"), py::arg("num_channels"), py::arg("timeout"),
-           py::arg("tuning"), ReleaseGil())
-      .def_property_readonly("world_size", &LocalGroup::world_size)
-      .def_property_readonly("num_channels", &LocalGroup::num_channels)
-      .def_property_readonly("device", &LocalGroup::device)
-      .def(
-          "all_reduce",
-          [](LocalGroup& self, const Tensors& tensors, std::string_view op,
-             std::string_view algorithm, std::optional<int> group_size, std::string_view order) {
-            with_python_errors([&] { self.all_reduce(tensors, op, algorithm, group_size, order); });
-          },
-          py::arg("tensors"), py::arg("op") = "sum", py::arg("algorithm") = "auto",
-          py::arg("group_size") = py::none(), py::arg("order") = "rank", ReleaseGil())
-      .def(
-          "reduce_scatter",
-          [](LocalGroup& self, const Tensors& outputs, const Tensors& inputs, std::string_view op,
-             std::optional<int> group_size, std::string_view order) {
-            with_python_errors(
-                [&] { self.reduce_scatter(outputs, inputs, op, group_size, order); });
-          },
-          py::arg("outputs"), py::arg("inputs"), py::arg("op") = "sum",
-          py::arg("group_size") = py::none(), py::arg("order") = "rank", ReleaseGil())
-      .def(
-          "all_gather",
-          [](LocalGroup& self, const Tensors& outputs, const Tensors& inputs) {
-            with_python_errors([&] { self.all_gather(outputs, inputs); });
-          },
-          py::arg("outputs"), py::arg("inputs"), ReleaseGil())
-      .def(
-          "broadcast",
-          [](LocalGroup& self, const Tensors& tensors, int root) {
-            with_python_errors([&] { self.broadcast(tensors, root); });
-          },
-          py::arg("tensors"), py::arg("root") = 0, ReleaseGil())
-      .def(
-          "send_recv",
-          [](LocalGroup& self, int src, int dst, const Tensors& tensors) {
-            with_python_errors([&] { self.send_recv(src, dst, tensors); });
-          },
-          py::arg("src"), py::arg("dst"), py::arg("tensors"), ReleaseGil());
-}
-
-void add_gradient_bucket(py::module_& module) {
-  py::class_<GradientBucket>(module, "GradientBucket")
-      .def(py::init([](Tensors gradients, at::ScalarType wire_dtype, bool block_scaling) {
-             return with_python_errors([&] {
-               return std::make_unique<GradientBucket>(std::move(gradients), wire_dtype,
-                                                       block_scaling);
-             });
-           }),
-           py::arg("gradients"), py::arg("wire_dtype"), py::arg("block_scaling"), ReleaseGil())
-      .def(
-          "pack",
-          [](GradientBucket& self, float contribution_factor,
-             const std::optional<at::Tensor>& residual, std::optional<uint64_t> stochastic_seed) {
-            with_python_errors([&] { self.pack(contribution_factor, residual, stochastic_seed); });
-          },
-          py::kw_only(), py::arg("contribution_factor") = 1.0f, py::arg("residual") = py::none(),
-          py::arg("stochastic_seed") = py::none(), ReleaseGil())
-      .def(
-          "unpack",
-          [](GradientBucket& self, float result_factor) {
-            with_python_errors([&] { self.unpack(result_factor); });
-          },
-          py::kw_only(), py::arg("result_factor") = 1.0f, ReleaseGil())
-      .def_property_readonly("wire", &GradientBucket::wire)
-      .def_property_readonly("stats", &GradientBucket::stats)
-      .def_property_readonly("num_elems", &GradientBucket::num_elems)
-      .def_property_readonly("num_bytes", &GradientBucket::num_bytes)
-      .def_property_readonly("num_wire_bytes",
-                             [](const GradientBucket& self) { return self.wire().numel(); });
-}
-
-void add_device_windows(py::module_& module) {
-  module.def(
-      "map_device_windows",
-      [](const std::shared_ptr<ExposedTensor>& own,
-         const std::vector<std::shared_ptr<OpenedTensor>>& others, int rank,
-         const c10::intrusive_ptr<::c10d::Store>& store, at::Device device, size_t num_bytes,
-         const py::function& all_gather) {
-        return with_python_errors([&] {
-          return map_device_windows(
-              own, others, rank, store, device, num_bytes, [&](const std::string& text) {
-                const py::gil_scoped_acquire gil;
-                return all_gather(py::bytes(text)).cast<std::vector<std::string>>();
-              });
-        });
-      },
-      py::arg("own"), py::arg("others"), py::arg("rank"), py::arg("store"), py::arg("device"),
-      py::arg("num_bytes"), py::arg("all_gather"), ReleaseGil());
+// Memory on each rank's GPU that the others of its host map. Its words, and the signals on it, are
+// in a window on the CPU, which also tells who still maps the memory.
+//
+// All ranks' memory by rank, uint8 and zeroes, num_bytes (at least 1) each. own, others: the
+// windows on the CPU, others null for this rank. Keeps `own`'s memory until no rank maps it, which
+// a rank does as long as it has a tensor of another rank or a view of one.
+//
+// Collective, also over `store`. Throws Error(kTransport) on every rank if a rank fails.
+std::vector<at::Tensor> map_device_windows(const std::shared_ptr<ExposedTensor>& own,
+                                           const std::vector<std::shared_ptr<OpenedTensor>>& others,
+                                           int rank, const c10::intrusive_ptr<::c10d::Store>& store,
+                                           at::Device device, size_t num_bytes,
+                                           const py::function& all_gather) {
+  const c10::DeviceGuard on_device(device);
+  transport::DeviceRegions regions =
+      connect_regions(store, rank, static_cast<int>(others.size()), device, num_bytes,
+                      [&](const std::string& text) {
+                        const py::gil_scoped_acquire gil;
+                        return all_gather(py::bytes(text)).cast<std::vector<std::string>>();
+                      });
+  own->keep(regions.own);
+  const auto mapped = std::make_shared<MappedWindows>(others, std::move(regions.mapped));
+  std::vector<at::Tensor> windows;
+  for (int peer = 0; peer < static_cast<int>(others.size()); ++peer) {
+    const std::shared_ptr<void> kept =
+        peer == rank ? regions.own : std::static_pointer_cast<void>(mapped);
+    windows.push_back(
+        at::for_blob(regions.by_rank[static_cast<size_t>(peer)], {static_cast<int64_t>(num_bytes)})
+            .deleter([kept](void*) {})
+            .options(at::TensorOptions(at::kByte).device(device))
+            .target_device(device)
+            .make_tensor());
+  }
+  return windows;
 }
 
 }  // namespace
@@ -129,7 +57,9 @@ void add_device_windows(py::module_& module) {
 void add_gpu_classes(py::module_& module) {
   add_local_group(module);
   add_gradient_bucket(module);
-  add_device_windows(module);
+  module.def("map_device_windows", &map_device_windows, py::arg("own"), py::arg("others"),
+             py::arg("rank"), py::arg("store"), py::arg("device"), py::arg("num_bytes"),
+             py::arg("all_gather"), ReleaseGil());
 }
 
 }  // namespace rota::tensors

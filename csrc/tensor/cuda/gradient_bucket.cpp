@@ -1,12 +1,10 @@
-#include "tensor/cuda/gradient_bucket.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
 
-#include "base/error.h"
-#include "schedule/chunk.h"
+#include "tensor/cuda/bucket_memory.h"
+#include "tensor/cuda/gpu_classes.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/tensor_checks.h"
 
@@ -27,10 +25,38 @@ void check_gradient(const at::Tensor& gradient, const at::Tensor& first, size_t 
   }
 }
 
-}  // namespace
+// Packs gradients into a wire buffer in one launch, and unpacks them in another: what the fused
+// hook does around its all-reduce, for use with another all-reduce.
+class GradientBucket {
+ public:
+  // gradients: contiguous, of one float dtype, on one GPU; their memory must stay where it is.
+  // Copies the list of their addresses to the GPU, and waits for that.
+  GradientBucket(Tensors gradients, at::ScalarType wire_dtype, bool block_scaling);
 
-GradientBucket::GradientBucket(std::vector<at::Tensor> gradients, at::ScalarType wire_dtype,
-                               bool block_scaling)
+  // One launch each, on the current stream. Throw Error.
+  void pack(float contribution_factor, const std::optional<at::Tensor>& residual,
+            std::optional<uint64_t> stochastic_seed);
+  void unpack(float result_factor);
+
+  at::Tensor wire() const;  // uint8[num_wire_bytes]
+  at::Tensor stats() const { return stats_; }
+  uint64_t num_bytes() const { return num_bytes_; }
+  uint64_t num_elems() const { return num_tiles_ * kTileElems; }
+
+ private:
+  cuda::BucketArgs args(float contribution_factor, float result_factor) const;
+
+  Tensors gradients_;
+  DType dtype_;
+  WireFormat wire_;
+  uint64_t num_bytes_ = 0;
+  uint64_t num_tiles_ = 0;
+  at::Tensor tiles_;  // cuda::Tile[num_tiles_], as uint8
+  std::optional<BucketMemory> memory_;
+  at::Tensor stats_;
+};
+
+GradientBucket::GradientBucket(Tensors gradients, at::ScalarType wire_dtype, bool block_scaling)
     : gradients_(std::move(gradients)) {
   if (gradients_.empty()) refuse_bucket("the list of gradients is empty");
   const at::Tensor& first = gradients_[0];
@@ -108,6 +134,24 @@ void GradientBucket::unpack(float result_factor) {
 
 at::Tensor GradientBucket::wire() const {
   return memory_->whole.narrow(0, 0, static_cast<int64_t>(memory_->num_wire_bytes));
+}
+
+}  // namespace
+
+void add_gradient_bucket(py::module_& module) {
+  py::class_<GradientBucket>(module, "GradientBucket")
+      .def(py::init<Tensors, at::ScalarType, bool>(), py::arg("gradients"), py::arg("wire_dtype"),
+           py::arg("block_scaling"), ReleaseGil())
+      .def("pack", &GradientBucket::pack, py::kw_only(), py::arg("contribution_factor") = 1.0f,
+           py::arg("residual") = py::none(), py::arg("stochastic_seed") = py::none(), ReleaseGil())
+      .def("unpack", &GradientBucket::unpack, py::kw_only(), py::arg("result_factor") = 1.0f,
+           ReleaseGil())
+      .def_property_readonly("wire", &GradientBucket::wire)
+      .def_property_readonly("stats", &GradientBucket::stats)
+      .def_property_readonly("num_elems", &GradientBucket::num_elems)
+      .def_property_readonly("num_bytes", &GradientBucket::num_bytes)
+      .def_property_readonly("num_wire_bytes",
+                             [](const GradientBucket& self) { return self.wire().numel(); });
 }
 
 }  // namespace rota::tensors

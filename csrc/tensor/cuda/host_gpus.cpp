@@ -2,15 +2,20 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
-#include <utility>
-
-#include "cuda/launch.h"
-#include "tensor/cuda/native_stream.h"
+#include "transport/gpu_identity.h"
 
 namespace rota::tensors {
-
 namespace {
+
+// Of several hosts' contributions, by the kernel that sums local ranks in place. It uses no slots
+// and waits for nobody; the executor asks for both.
+LocalRanks make_sums(int num_hosts, at::Device device) {
+  const transport::GpuIdentity gpu = transport::identity_of_gpu(device.index());
+  schedule::Tuning tuning = *schedule::find_tuning(gpu.name, schedule::Topology::kLocal, num_hosts);
+  tuning.slot_bytes = 4096;
+  return {device, tuning, cuda::geometry_of(num_hosts, /*num_channels=*/1, tuning),
+          std::chrono::seconds(1)};
+}
 
 // Bytes of floats as such: a kernel that gives up then leaves NaN.
 at::Tensor bytes_of(const at::Tensor& bytes, DType dtype) {
@@ -45,7 +50,7 @@ HostGpus::HostGpus(hosts::Bridge& bridge, std::unique_ptr<CudaCollectives> local
       words_(bytes(sizeof(cuda::UnpackWords))),
       local_(std::move(local)),
       engine_(bridge, std::move(engine)),
-      sums_(bridge.hosts().num_hosts(), device) {}
+      sums_(make_sums(bridge.hosts().num_hosts(), device)) {}
 
 RankOfEachHost HostGpus::rail() const {
   std::vector<int> ranks;
@@ -107,23 +112,13 @@ void HostGpus::gather_rails(const at::Tensor& shards, DType dtype) {
   }
 }
 
-void HostGpus::pack(const Packing& packing) {
-  const cuda::BucketArgs bucket{
-      .tiles = nullptr,
-      .contiguous = {static_cast<std::byte*>(const_cast<void*>(packing.data)), packing.num_elems},
-      .num_tiles = schedule::ceil_div(packing.num_elems, kTileElems),
-      .wire = packing.to,
-      .contribution_factor = packing.factor,
-      .result_factor = packing.result_factor};
+void HostGpus::pack(const cuda::BucketArgs& bucket, DType dtype, const WireFormat& wire,
+                    float* residual) const {
   cuda::launch_pack({.bucket = bucket,
-                     .residual = packing.residual,
+                     .residual = residual,
                      .rounding = {},
                      .words = static_cast<cuda::UnpackWords*>(words_.data_ptr())},
-                    packing.dtype, packing.wire, current_stream(device_));
-}
-
-void copy_bytes(at::Device device, void* to, const void* from, uint64_t num_bytes) {
-  cuda::launch_copy(to, from, num_bytes, current_stream(device));
+                    dtype, wire, current_stream(device_));
 }
 
 }  // namespace rota::tensors

@@ -10,7 +10,7 @@
 
 #include "hosts/bridge.h"
 #include "tensor/cuda/cuda_collectives.h"
-#include "tensor/cuda/host_sums.h"
+#include "tensor/cuda/local_ranks.h"
 #include "tensor/hosts/device_engine.h"
 
 namespace rota::tensors {
@@ -59,6 +59,7 @@ class HostGpus {
   HostGpus(hosts::Bridge& bridge, std::unique_ptr<CudaCollectives> local, BackendPtr engine,
            at::Device device);
 
+  at::Device device() const { return device_; }
   hosts::Bridge& bridge() { return bridge_; }
   CudaCollectives& local() { return *local_; }
   const schedule::Hosts& hosts() const { return bridge_.hosts(); }
@@ -88,21 +89,18 @@ class HostGpus {
   // ---- between hosts
 
   DeviceEngine& engine() { return engine_; }
-  HostSums& sums() { return sums_; }
+  // Sums hosts' contributions that lie on this GPU, each host a rank of its launch: in the wire
+  // format, of whole tiles, from multiples of 16 bytes on.
+  LocalRanks& sums() { return sums_; }
 
   // ---- element work
 
-  struct Packing {
-    DType dtype;
-    const void* data;
-    uint64_t num_elems;
-    WireFormat wire;
-    std::byte* to;  // has room for whole tiles
-    float factor = 1;
-    float result_factor = 1;
-    float* residual = nullptr;  // of num_elems
-  };
-  void pack(const Packing& packing);
+  // dtype: of the bucket's elements. Its wire has room for whole tiles.
+  void pack(const cuda::BucketArgs& bucket, DType dtype, const WireFormat& wire,
+            float* residual = nullptr) const;
+  void copy(void* to, const void* from, uint64_t num_bytes) const {
+    cuda::launch_copy(to, from, num_bytes, current_stream(device_));
+  }
 
  private:
   hosts::Bridge& bridge_;
@@ -110,10 +108,7 @@ class HostGpus {
   at::Tensor words_;  // of pack: written only, by what the next members wait for when they go
   std::unique_ptr<CudaCollectives> local_;
   DeviceEngine engine_;
-  HostSums sums_;
+  LocalRanks sums_;
 };
-
-// Copies within the GPU.
-void copy_bytes(at::Device device, void* to, const void* from, uint64_t num_bytes);
 
 }  // namespace rota::tensors

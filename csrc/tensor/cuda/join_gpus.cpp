@@ -2,20 +2,17 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
-#include <optional>
-#include <string_view>
 
-#include "base/error.h"
-#include "cpu/buffers.h"
 #include "cuda/executor.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/cuda/self_test.h"
-#include "tensor/cuda/symmetric_memory.h"
 #include "tensor/tensor_checks.h"
 #include "transport/gpu_identity.h"
 
@@ -92,6 +89,90 @@ void verify(const Communicator& communicator, at::Device device, const schedule:
       throw Error(ErrorKind::kTransport, join("read something else than rank ", peer, kCause));
     }
   });
+}
+
+namespace symmetric = ::c10d::symmetric_memory;
+
+// How long ranks wait for each other's handles: see check_same_number().
+constexpr auto kRendezvousTimeout = std::chrono::seconds(10);
+
+// How many groups this process has made memory with.
+std::atomic<int> num_groups{0};
+
+// This rank's memory, and the process group that it was made for, which has a store and moves no
+// data. torch looks the group up by name, within a process, in rendezvous() and again when a
+// mapping is used, so the group must outlive both memory and mapping. c10d's registry refers to it
+// weakly.
+struct NamedMemory {
+  std::string name;
+  c10::intrusive_ptr<::c10d::ProcessGroup> group;
+  at::Tensor tensor;
+
+  void make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int world_size) {
+    name = join("rota/", num_groups++);
+    const auto own_store = store->clone();
+    own_store->setTimeout(kRendezvousTimeout);
+    auto made = c10::make_intrusive<::c10d::ProcessGroup>(own_store, rank, world_size);
+    ::c10d::register_process_group(name, made);
+    group = std::move(made);
+  }
+  ~NamedMemory() {
+    tensor.reset();
+    if (group) ::c10d::unregister_process_group(name);
+  }
+};
+
+using Mapping = c10::intrusive_ptr<symmetric::SymmetricMemory>;
+
+// torch 2.11 to 2.15 ask NVML which GPUs are joined by a fabric, and crash if it is missing.
+void check_nvml() {
+  void* library = dlopen("libnvidia-ml.so.1", RTLD_LAZY);
+  if (library == nullptr) throw Error(ErrorKind::kTransport, "libnvidia-ml.so.1 is not found");
+  dlclose(library);
+}
+
+// In torch 2.11 to 2.13, a rank that has made memory with more groups than its peers looks under
+// other keys of the store than they do, and all wait in vain. rota's groups are counted here, as
+// where a process joins others that have trained before; the user's own are not known.
+void check_same_number(const transport::AllGatherText& all_gather) {
+  const std::vector<std::string> numbers = all_gather(std::to_string(num_groups.load()));
+  for (const std::string& number : numbers) {
+    if (number == numbers[0]) continue;
+    throw Error(ErrorKind::kTransport,
+                join("a rank has made memory with ", number, " groups, rank 0 with ", numbers[0]));
+  }
+}
+
+// Regions that ranks write into, in torch's symmetric memory. It maps memory page by page, which
+// also joins GPUs whose processes may not exchange CUDA IPC handles. Fails also where several ranks
+// share a GPU without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+transport::DeviceRegions connect_by_symmetric_memory(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                     int rank, int world_size, at::Device device,
+                                                     size_t num_bytes,
+                                                     const transport::AllGatherText& all_gather) {
+  const auto own = std::make_shared<NamedMemory>();
+  const auto mapped = std::make_shared<Mapping>();
+  check_same_number(all_gather);
+  transport::agree(all_gather, rank, [&] {
+    check_nvml();
+    own->make_group(store, rank, world_size);
+    own->tensor = symmetric::empty_strided_p2p({static_cast<int64_t>(num_bytes)}, {1}, at::kByte,
+                                               device, own->name, std::nullopt);
+    own->tensor.zero_();
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
+  });
+  // torch's memory also refers to its mapping and counts who maps it: it is freed with the last
+  // one.
+  transport::DeviceRegions regions{
+      .means = "torch's symmetric memory", .own = own, .mapped = mapped};
+  transport::agree(all_gather, rank, [&] {
+    *mapped = symmetric::rendezvous(own->tensor, own->name);
+    for (void* buffer : (*mapped)->get_buffer_ptrs()) {
+      regions.by_rank.push_back(static_cast<std::byte*>(buffer));
+    }
+  });
+  return regions;
 }
 
 // How this rank's GPU reaches those of all other ranks.

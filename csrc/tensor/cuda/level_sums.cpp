@@ -1,12 +1,5 @@
 #include "tensor/cuda/level_sums.h"
 
-#include <vector>
-
-#include "cuda/launch.h"
-#include "cuda/sums.h"
-#include "hosts/local_calls.h"
-#include "tensor/cuda/native_stream.h"
-
 namespace rota::tensors {
 namespace {
 
@@ -40,15 +33,14 @@ bool sums_on_gpus(const Call& call, const schedule::Hosts& hosts) {
 }
 
 LevelSums::LevelSums(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
-                     at::ScalarType type, at::Device device)
+                     at::ScalarType type)
     : gpus_(gpus),
       call_(call),
       orders_(orders),
       accumulate_(accumulate_of(call)),
       type_(accumulate_ == call.dtype ? type : at::kFloat),
       factor_(call.kind == CollectiveKind::kReduceBucket ? call.pass.contribution_factor : 1),
-      result_factor_(call.kind == CollectiveKind::kReduceBucket ? call.pass.result_factor : 1),
-      device_(device) {}
+      result_factor_(call.kind == CollectiveKind::kReduceBucket ? call.pass.result_factor : 1) {}
 
 bool LevelSums::is_direct() const {
   return !is_bucket(call_) && call_.wire == WireFormat{call_.dtype};
@@ -63,37 +55,37 @@ size_t LevelSums::message_bytes(uint64_t num_elems) const {
 
 void LevelSums::contribute(const void* data, uint64_t num_elems, const at::Tensor& partials) const {
   if (is_plain()) {
-    copy_bytes(device_, partials.data_ptr(), data, num_elems * partial_bytes());
+    gpus_.copy(partials.data_ptr(), data, num_elems * partial_bytes());
   } else if (num_elems > 0) {
-    gpus_.pack({.dtype = call_.dtype,
-                .data = data,
-                .num_elems = num_elems,
-                .wire = {accumulate_},
-                .to = static_cast<std::byte*>(partials.data_ptr()),
-                .factor = factor_});
+    gpus_.pack(bucket_of(data, num_elems, partials.data_ptr(), factor_, 1), call_.dtype,
+               {accumulate_});
   }
 }
 
 void LevelSums::encode(const void* partials, uint64_t num_elems, std::byte* message,
                        float* residual) const {
-  gpus_.pack({.dtype = accumulate_,
-              .data = partials,
-              .num_elems = num_elems,
-              .wire = call_.wire,
-              .to = message,
-              .result_factor = result_factor_,
-              .residual = residual});
+  gpus_.pack(bucket_of(partials, num_elems, message, 1, result_factor_), accumulate_, call_.wire,
+             residual);
 }
 
 void LevelSums::sum(const at::Tensor& messages, const RankOfEachHost& senders,
                     uint64_t num_elems) const {
   auto* first = static_cast<std::byte*>(messages.data_ptr());
-  std::vector<std::byte*> of_host;
-  for (int host = 0; host < gpus_.hosts().num_hosts(); ++host) {
-    of_host.push_back(first + senders.position_of(host) * message_bytes(num_elems));
+  cuda::MappedTensors mapped{};
+  cuda::LaunchRequest request{.kernel = cuda::Kernel::kTwoShotInPlace,
+                              .num_elems = in_tiles(num_elems),
+                              .format = call_.wire,
+                              .op = call_.op,
+                              .divisor = call_.pass.divisor,
+                              .is_bucket = true,
+                              .tensors = &mapped};
+  const int num_hosts = gpus_.hosts().num_hosts();
+  for (int host = 0; host < num_hosts; ++host) {
+    request.input[host] = request.output[host] = mapped.of[host] =
+        first + senders.position_of(host) * message_bytes(num_elems);
   }
-  gpus_.sums().run(of_host, in_tiles(num_elems), call_.wire, call_.op, call_.pass.divisor,
-                   orders_.hosts);
+  cuda::set_order(request, orders_.hosts, num_hosts);
+  gpus_.sums().run(request);
 }
 
 void LevelSums::decode(const BucketMemory& memory, std::byte* wire, void* data, uint64_t num_elems,
@@ -101,17 +93,11 @@ void LevelSums::decode(const BucketMemory& memory, std::byte* wire, void* data, 
   const auto words =
       reinterpret_cast<std::byte*>(memory.words) - static_cast<std::byte*>(memory.whole.data_ptr());
   memory.whole.narrow(0, words, sizeof(cuda::UnpackWords)).zero_();
-  const cuda::BucketArgs bucket{.tiles = nullptr,
-                                .contiguous = {static_cast<std::byte*>(data), num_elems},
-                                .num_tiles = schedule::ceil_div(num_elems, kTileElems),
-                                .wire = wire,
-                                .contribution_factor = 1,
-                                .result_factor = result_factor_};
-  cuda::launch_unpack({.bucket = bucket,
+  cuda::launch_unpack({.bucket = bucket_of(data, num_elems, wire, 1, result_factor_),
                        .squares = memory.squares,
                        .stats = stats != nullptr ? stats : memory.stats,
                        .words = memory.words},
-                      call_.dtype, call_.wire, current_stream(device_));
+                      call_.dtype, call_.wire, current_stream(gpus_.device()));
 }
 
 }  // namespace rota::tensors

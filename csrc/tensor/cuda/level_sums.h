@@ -26,8 +26,8 @@ bool sums_on_gpus(const Call& call, const schedule::Hosts& hosts);
 class LevelSums {
  public:
   // type: of the tensor. The arguments outlive this.
-  LevelSums(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders, at::ScalarType type,
-            at::Device device);
+  LevelSums(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
+            at::ScalarType type);
 
   at::Tensor partials(uint64_t num_elems) const { return gpus_.empty(num_elems, type_); }
   size_t partial_bytes() const { return info(accumulate_).num_bytes; }
@@ -52,7 +52,7 @@ class LevelSums {
   void encode(const void* partials, uint64_t num_elems, std::byte* message,
               float* residual = nullptr) const;
 
-  // Every message becomes the sum of the hosts'.
+  // Every message becomes the sum of the hosts', rounded once.
   void sum(const at::Tensor& messages, const RankOfEachHost& senders, uint64_t num_elems) const;
 
   // The sums of all hosts to the tensor. memory: of as many tiles. wire: where they lie. stats:
@@ -68,7 +68,6 @@ class LevelSums {
   at::ScalarType type_;  // of partial sums
   float factor_;
   float result_factor_;
-  at::Device device_;
 };
 
 }  // namespace rota::tensors

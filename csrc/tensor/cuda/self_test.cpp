@@ -7,15 +7,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <chrono>
 #include <cstdlib>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string_view>
-#include <thread>
 
-#include "base/error.h"
 #include "cuda/device_info.h"
 #include "tensor/cuda/native_stream.h"
 #include "tensor/cuda/self_test_record.h"

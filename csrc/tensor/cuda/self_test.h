@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "tensor/gpu_self_test.h"
+#include "tensor/gpus.h"
 
 namespace rota::tensors {
 

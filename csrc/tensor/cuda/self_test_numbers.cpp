@@ -10,46 +10,12 @@
 namespace rota::tensors {
 namespace {
 
-int num_mantissa_bits(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 23;
-    case DType::kFloat64:
-      return 52;
-    case DType::kFloat16:
-      return 10;
-    case DType::kBFloat16:
-      return 7;
-    case DType::kFloat8E4M3:
-      return 3;
-    case DType::kFloat8E5M2:
-      return 2;
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kBool:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return 0;
-  }
-  return 0;
-}
-
 void store_bits(uint64_t bits, DType dtype, std::byte* dst) {
   if (dtype == DType::kBool) bits &= 1;
   std::memcpy(dst, &bits, info(dtype).num_bytes);  // the low bytes: hosts of GPUs are little-endian
 }
 
-// A number of similar magnitude to the others, so that their sums round.
-void store_number(uint64_t random, DType dtype, std::byte* dst) {
-  const double mantissa = 1 + std::ldexp(static_cast<double>(random >> 12), -52);
-  const double magnitude = std::ldexp(mantissa, static_cast<int>(random & 15) - 12);
-  const double number = (random & 16) != 0 ? -magnitude : magnitude;
+void store(double number, DType dtype, void* dst) {
   if (dtype == DType::kFloat64) {
     std::memcpy(dst, &number, sizeof(number));
     return;
@@ -60,6 +26,20 @@ void store_number(uint64_t random, DType dtype, std::byte* dst) {
   } else {
     cpu::element_loops().convert(DType::kFloat32, dtype)(&rounded, dst, 1);
   }
+}
+
+// The exponent of 1 is all ones but for its first bit.
+int num_mantissa_bits(DType dtype) {
+  uint64_t one = 0;
+  store(1, dtype, &one);
+  return std::countr_zero(one);
+}
+
+// A number of similar magnitude to the others, so that their sums round.
+void store_number(uint64_t random, DType dtype, std::byte* dst) {
+  const double mantissa = 1 + std::ldexp(static_cast<double>(random >> 12), -52);
+  const double magnitude = std::ldexp(mantissa, static_cast<int>(random & 15) - 12);
+  store((random & 16) != 0 ? -magnitude : magnitude, dtype, dst);
 }
 
 // The kind of number depends on the place alone, so that extremes are summed with extremes.

@@ -1,11 +1,6 @@
 #include "tensor/cuda/self_test_sums.h"
 
-#include <algorithm>
-
-#include "base/tile.h"
 #include "cpu/element_loops.h"
-#include "schedule/chunk.h"
-#include "schedule/sum_order.h"
 
 namespace rota::tensors {
 namespace {

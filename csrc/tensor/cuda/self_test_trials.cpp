@@ -1,17 +1,14 @@
 #include "tensor/cuda/self_test_trials.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <iomanip>
 
 #include "base/error.h"
 #include "base/fixed_tree.h"
-#include "base/tile.h"
 #include "cpu/bucket_reducer.h"
 #include "cpu/element_loops.h"
-#include "schedule/chunk.h"
+#include "tensor/cuda/bucket_memory.h"
 #include "tensor/cuda/self_test_numbers.h"
 #include "tensor/cuda/self_test_sums.h"
 
@@ -270,12 +267,8 @@ struct BucketPlaces {
     return reinterpret_cast<cuda::UnpackWords*>(memory + words);
   }
   cuda::BucketArgs args(std::byte* memory) const {
-    return {.tiles = nullptr,
-            .contiguous = {memory + gradients, kNumElems},
-            .num_tiles = kNumTiles,
-            .wire = memory + wire,
-            .contribution_factor = kContributionFactor,
-            .result_factor = kResultFactor};
+    return bucket_of(memory + gradients, kNumElems, memory + wire, kContributionFactor,
+                     kResultFactor);
   }
 };
 

@@ -1,12 +1,6 @@
 #include "tensor/cuda/sums_over_hosts.h"
 
-#include <algorithm>
-#include <array>
-#include <optional>
-#include <utility>
-
 #include "schedule/levels.h"
-#include "tensor/cuda/bucket_memory.h"
 #include "tensor/cuda/level_sums.h"
 
 namespace rota::tensors {
@@ -26,7 +20,7 @@ class AllReduce {
             const at::Tensor& tensor, float* residual, double* stats)
       : gpus_(gpus),
         call_(call),
-        sums_(gpus, call, orders, tensor.scalar_type(), tensor.device()),
+        sums_(gpus, call, orders, tensor.scalar_type()),
         tensor_(tensor),
         residual_(residual),
         stats_(stats),
@@ -36,7 +30,7 @@ class AllReduce {
     const uint64_t most_parts = kDeviceChunkBytes / sums_.partial_bytes() / num_parts;
     chunk_elems_ = std::max(most_parts / kTileElems, uint64_t{1}) * kTileElems * num_parts;
     if (!sums_.is_direct()) {
-      memory_.emplace(tensor.device(), schedule::ceil_div(call.num_elems, kTileElems), call.wire);
+      memory_.emplace(gpus.device(), schedule::ceil_div(call.num_elems, kTileElems), call.wire);
     }
   }
 
@@ -186,7 +180,7 @@ class AllReduce {
     auto* shards = static_cast<std::byte*>(place.shards.data_ptr());
     auto* begin = static_cast<std::byte*>(home().data_ptr());
     if (!call_.wire.is_block_scaled) {
-      return copy_bytes(tensor_.device(), begin + call_.wire.payload_bytes(chunk.begin), shards,
+      return gpus_.copy(begin + call_.wire.payload_bytes(chunk.begin), shards,
                         call_.wire.payload_bytes(chunk.num_elems));
     }
     const WirePlace all = call_.wire.place(begin, in_tiles(call_.num_elems));
@@ -196,8 +190,8 @@ class AllReduce {
         const uint64_t num_elems = in_tiles(part.num_elems);
         const WirePlace to = call_.wire.from(all, part.begin);
         const WirePlace from = call_.wire.place(message, num_elems);
-        copy_bytes(tensor_.device(), to.payload, from.payload, call_.wire.payload_bytes(num_elems));
-        copy_bytes(tensor_.device(), to.scales, from.scales, call_.wire.num_scales(num_elems));
+        gpus_.copy(to.payload, from.payload, call_.wire.payload_bytes(num_elems));
+        gpus_.copy(to.scales, from.scales, call_.wire.num_scales(num_elems));
         message += sums_.message_bytes(part.num_elems);
       });
     }
@@ -227,12 +221,11 @@ class AllReduce {
 class ReduceScatter {
  public:
   ReduceScatter(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
-                const cpu::Buffers& buffers, at::ScalarType type, at::Device device)
+                const cpu::Buffers& buffers, at::ScalarType type)
       : gpus_(gpus),
         call_(call),
-        sums_(gpus, call, orders, type, device),
+        sums_(gpus, call, orders, type),
         buffers_(buffers),
-        device_(device),
         senders_(gpus.partners()),
         receivers_(gpus.bridge()) {
     const uint64_t most_elems = kDeviceChunkBytes / sums_.partial_bytes() / receivers_.num_places();
@@ -282,9 +275,9 @@ class ReduceScatter {
     auto* sums = static_cast<std::byte*>(place.messages.data_ptr());
     auto* output = static_cast<std::byte*>(buffers_.outputs[0].data) + range.begin * elem_bytes;
     if (sums_.is_direct()) {
-      copy_bytes(device_, output, sums, range.num_elems * elem_bytes);
+      gpus_.copy(output, sums, range.num_elems * elem_bytes);
     } else {
-      const BucketMemory memory(device_, schedule::ceil_div(range.num_elems, kTileElems),
+      const BucketMemory memory(gpus_.device(), schedule::ceil_div(range.num_elems, kTileElems),
                                 call_.wire);
       sums_.decode(memory, sums, output, range.num_elems);
     }
@@ -326,7 +319,6 @@ class ReduceScatter {
   const Call& call_;
   const LevelSums sums_;
   const cpu::Buffers& buffers_;
-  at::Device device_;
   const RankOfEachHost senders_;
   const Partnered receivers_;  // of what each rank of this host sums
   uint64_t chunk_elems_;
@@ -341,9 +333,8 @@ void all_reduce_over_hosts(HostGpus& gpus, const Call& call, const hosts::LevelO
 }
 
 void reduce_scatter_over_hosts(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
-                               const cpu::Buffers& buffers, at::ScalarType type,
-                               at::Device device) {
-  ReduceScatter(gpus, call, orders, buffers, type, device).run();
+                               const cpu::Buffers& buffers, at::ScalarType type) {
+  ReduceScatter(gpus, call, orders, buffers, type).run();
 }
 
 }  // namespace rota::tensors

@@ -20,6 +20,6 @@ void all_reduce_over_hosts(HostGpus& gpus, const Call& call, const hosts::LevelO
 
 // This rank's part of a reduce_scatter with equal parts.
 void reduce_scatter_over_hosts(HostGpus& gpus, const Call& call, const hosts::LevelOrders& orders,
-                               const cpu::Buffers& buffers, at::ScalarType type, at::Device device);
+                               const cpu::Buffers& buffers, at::ScalarType type);
 
 }  // namespace rota::tensors

@@ -1,12 +1,9 @@
 #include "tensor/hosts/bridged_collectives.h"
 
-#include <c10/util/SmallVector.h>
-
 #include "hosts/executor.h"
 #include "tensor/errors.h"
 #include "tensor/packed_operation.h"
 #include "tensor/sparse_all_reduce.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -167,23 +164,13 @@ WorkRef BridgedCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch m
   });
 }
 
-WorkRef BridgedCollectives::send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return transfer(Direction::kSend, tensor, peer, tag, mode);
-}
-
-WorkRef BridgedCollectives::recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) {
-  return transfer(Direction::kRecv, tensor, peer, tag, mode);
-}
-
 WorkRef BridgedCollectives::transfer(Direction direction, const at::Tensor& tensor, int peer,
                                      int64_t tag, Launch mode) {
   const schedule::Hosts& hosts = bridge_->hosts();
   const bool is_of_this_host =
       peer >= 0 && peer < hosts.world_size() && hosts.place_of(peer).host == bridge_->host();
   if (!is_of_this_host) return remote_.start(direction, tensor, peer, tag, mode);
-  const int local_peer = hosts.place_of(peer).local_rank;
-  return direction == Direction::kSend ? local_.send(tensor, local_peer, tag, mode)
-                                       : local_.recv(tensor, local_peer, tag, mode);
+  return local_.transfer(direction, tensor, hosts.place_of(peer).local_rank, tag, mode);
 }
 
 void BridgedCollectives::run_in_turn(CollectiveKind kind, std::function<void()> body) {

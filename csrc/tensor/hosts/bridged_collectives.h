@@ -31,13 +31,11 @@ class BridgedCollectives final : public Collectives {
   std::string peer_access() const override;
 
   WorkRef run(OperationList operations, Launch mode) override;
-  bool supports(const Operation&) const override { return true; }
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
   WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
-  bool has_transfers() const override { return true; }
-  WorkRef send(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
-  WorkRef recv(const at::Tensor& tensor, int peer, int64_t tag, Launch mode) override;
+  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
+                   Launch mode) override;
   void finish(const std::function<void()>& check_interrupt) override;
 
   // ---- for collectives of CUDA tensors, which only compare calls here
@@ -64,8 +62,6 @@ class BridgedCollectives final : public Collectives {
   template <typename Body>
   WorkRef enqueue(Launch mode, CollectiveKind kind, std::vector<at::Tensor> results, Body body);
   WireFormat wire_of(const Call& call, bool is_asked_for) const;
-  WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,
-                   Launch mode);
   // A forked child has a copy of the parent's connections, but none of its threads.
   bool is_forked_child() const { return fork_generation_ != fork_generation(); }
   // In the queue's thread.

@@ -3,12 +3,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <chrono>
 #include <exception>
 #include <future>
-#include <string>
-#include <thread>
-#include <utility>
 
 #include "tensor/thread_state.h"
 

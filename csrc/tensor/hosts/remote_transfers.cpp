@@ -1,18 +1,8 @@
 #include "tensor/hosts/remote_transfers.h"
 
-#include <memory>
-#include <optional>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "core/call_scope.h"
-#include "core/point_to_point.h"
-#include "cpu/copy.h"
-#include "hosts/tags.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
-#include "tensor/tensor_checks.h"
 
 namespace rota::tensors {
 namespace {
@@ -27,9 +17,7 @@ class RemoteTransfers::Transfer final : public HostWork {
  public:
   Transfer(RemoteTransfers& transfers, Direction direction, const at::Tensor& tensor, int peer,
            int64_t tag)
-      : HostWork(transfers.bridge_.rank(),
-                 direction == Direction::kSend ? ::c10d::OpType::SEND : ::c10d::OpType::RECV,
-                 direction == Direction::kSend ? "rota:send" : "rota:recv", {tensor},
+      : HostWork(transfers.bridge_.rank(), op_type_of(direction), title_of(direction), {tensor},
                  transfers.check_interrupt_),
         transfers_(transfers),
         bridge_(transfers.bridge_),

@@ -25,7 +25,7 @@ class RemoteTransfers {
       : bridge_(bridge), check_interrupt_(std::move(check_interrupt)) {}
   ~RemoteTransfers() { close(); }
 
-  // As Collectives::send() and recv(); peers on this host only by kAnyRank.
+  // As Collectives::transfer(); peers on this host only by kAnyRank.
   WorkRef start(Direction direction, const at::Tensor& tensor, int peer, int64_t tag, Launch mode);
 
   bool has_unfinished() const { return num_unfinished_ > 0; }

@@ -1,13 +1,8 @@
-// The entry to tensor/cuda/; CPU builds use without_cuda.cpp instead.
+// What tensor/cuda/ does for other folders; CPU builds use without_cuda.cpp instead.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
 
-#include <memory>
-
-#include "core/communicator.h"
-#include "tensor/collectives.h"
-#include "tensor/cpu_collectives.h"
 #include "tensor/hosts/bridged_collectives.h"
 #include "tensor/hosts/torch_connections.h"
 
@@ -29,5 +24,25 @@ std::unique_ptr<Collectives> connect_gpus(std::shared_ptr<Communicator> communic
 std::unique_ptr<Collectives> connect_gpus_of_hosts(BridgedCollectives& bridged, CpuCollectives& cpu,
                                                    const c10::intrusive_ptr<::c10d::Store>& store,
                                                    at::Device device, const BackendPtr& engine);
+
+// LocalGroup, GradientBucket and the memory of windows; python/rota/_C/__init__.pyi documents them.
+void add_gpu_classes(pybind11::module_& module);
+
+// ---- the self-test, for `python -m rota doctor`
+
+struct KernelReport {
+  std::string kernel;  // "two_shot", "pack"
+  size_t num_formats;  // tested; for pack and unpack, pairs of gradient dtype and wire format
+  std::vector<std::string> findings;
+  double milliseconds;  // launches, copies and comparisons, all formats together
+};
+
+// Tests the GPU with this index even if there is a record, and replaces the record. Blocks. Throws
+// Error(kTransport) with the CUDA runtime's error, or naming a kernel that did not finish.
+std::vector<KernelReport> run_gpu_self_test(int device);
+
+// The failures recorded for this GPU, driver and build; nullopt without a record. Throws
+// Error(kTransport). Creates no CUDA context.
+std::optional<std::vector<std::string>> recorded_gpu_self_test(int device);
 
 }  // namespace rota::tensors
