@@ -31,8 +31,7 @@
 #include "tensor/thread_state.h"
 #include "tensor/window.h"
 #include "transport/available_memory.h"
-#include "transport/host_id.h"
-#include "transport/numa_node.h"
+#include "transport/place.h"
 
 namespace py = pybind11;
 

@@ -9,7 +9,9 @@
 // All of this is advice: a wrong word costs time, never a message.
 #pragma once
 
-#include <cstddef>
+#include <sched.h>
+
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -58,10 +60,18 @@ class CoreSharing {
       : own_(own), others_(std::move(others)) {}
 
   // What this rank does, on the core where it is.
-  void record(CoreWord::State state);
+  void record(CoreWord::State state) {
+    if (own_ != nullptr) own_->record({sched_getcpu(), state});
+  }
 
   // Whether another rank works on this core, or sleeps and may have been woken since.
-  bool is_needed_by_other() const;
+  bool is_needed_by_other() const {
+    const int core = sched_getcpu();
+    return std::ranges::any_of(others_, [&](const CoreWord* other) {
+      const auto place = other->load();
+      return place && place->core == core && place->state != CoreWord::State::kYields;
+    });
+  }
 
  private:
   CoreWord* own_;

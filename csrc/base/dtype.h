@@ -6,7 +6,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string_view>
 
 #include "base/host_device.h"
@@ -102,13 +101,6 @@ constexpr std::string_view name(DType dtype) {
                                : kDTypeNames[static_cast<size_t>(dtype)];
 }
 constexpr std::string_view name(ReduceOp op) { return kReduceOpNames[static_cast<size_t>(op)]; }
-
-constexpr std::optional<ReduceOp> parse_reduce_op(std::string_view text) {
-  for (size_t i = 0; i < kNumReduceOps; ++i) {
-    if (kReduceOpNames[i] == text) return static_cast<ReduceOp>(i);
-  }
-  return std::nullopt;
-}
 
 // Averages of bools and bitwise operations on floats are refused because the result has no meaning.
 HOST_DEVICE constexpr bool is_defined(ReduceOp op, DType dtype) {

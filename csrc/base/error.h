@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <locale>
 #include <sstream>
 #include <stdexcept>
@@ -58,6 +59,12 @@ std::string join(const Parts&... parts) {
 }
 
 // "what: <text of errno>".
-std::string with_errno(std::string_view what, int error_number);
+inline std::string with_errno(std::string_view what, int error_number) {
+  return join(what, ": ", std::strerror(error_number));
+}
+
+[[noreturn]] inline void fail_transport(const std::string& what) {
+  throw Error(ErrorKind::kTransport, "rota: " + what);
+}
 
 }  // namespace rota

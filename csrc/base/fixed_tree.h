@@ -7,7 +7,6 @@
 //   3. Bins are added as the tiles of a group.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "base/host_device.h"

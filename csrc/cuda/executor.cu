@@ -1,10 +1,11 @@
 #include "cuda/executor.h"
 
 #include <algorithm>
+#include <mutex>
 #include <new>
+#include <utility>
 
 #include "base/flag.h"
-#include "cuda/graph_keep.h"
 #include "transport/cuda_error.h"
 
 namespace rota::cuda {
@@ -39,6 +40,49 @@ class CaptureUndisturbed {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
+
+using Object = std::shared_ptr<void>;
+
+struct Left {
+  std::mutex mutex;
+  std::vector<Object> objects;
+};
+
+// Never destroyed: graphs may end after main() does.
+Left& left() {
+  static auto* const all = new Left;
+  return *all;
+}
+
+void CUDART_CB leave(void* kept) {
+  const std::unique_ptr<Object> object(static_cast<Object*>(kept));
+  const std::lock_guard lock(left().mutex);
+  left().objects.push_back(std::move(*object));
+}
+
+// Keeps an object as long as the graph that `stream` is being captured into, and what is made from
+// that graph: it may be replayed when whoever captured it is gone.
+void keep_in_graph(Stream stream, std::shared_ptr<void> object) {
+  auto kept = std::make_unique<Object>(std::move(object));
+  cudaUserObject_t handle = nullptr;
+  check_cuda(cudaUserObjectCreate(&handle, kept.get(), &leave, 1, cudaUserObjectNoDestructorSync),
+             "cudaUserObjectCreate");
+  kept.release();
+  const cudaError_t error =
+      cudaGraphRetainUserObject(captured_on(stream).graph, handle, 1, cudaGraphUserObjectMove);
+  if (error != cudaSuccess) transport::forget_error(cudaUserObjectRelease(handle, 1));
+  check_cuda(error, "cudaGraphRetainUserObject");
+}
+
+// Destroys the objects that only graphs kept which are gone. Graphs themselves only hand them over:
+// what CUDA calls at their end may not call CUDA.
+void destroy_left_by_graphs() {
+  std::vector<Object> objects;
+  {
+    const std::lock_guard lock(left().mutex);
+    objects.swap(left().objects);
+  }
+}
 
 }  // namespace
 

@@ -9,11 +9,13 @@
 #include "cuda/kernels.h"
 #include "schedule/chunk.h"
 #include "transport/cuda_error.h"
+#include "transport/gpu_identity.h"
 
 namespace rota::cuda {
 namespace {
 
 using transport::check_cuda;
+using transport::current_gpu;
 
 const void* kernel_of(Kernel kernel, const WireFormat& format, Sums sums) {
   if (sums == Sums::kInTree && !adds_in_tree(kernel)) return nullptr;
@@ -47,12 +49,6 @@ const void* kernel_of(Kernel kernel, const WireFormat& format, Sums sums) {
 [[noreturn]] void refuse_format(std::string_view kernel, const WireFormat& format) {
   throw Error(ErrorKind::kValue, join("rota: ", kernel, " has no kernel for ", name(format.dtype),
                                       format.is_block_scaled ? " in scaled blocks" : ""));
-}
-
-int current_gpu() {
-  int gpu = 0;
-  check_cuda(cudaGetDevice(&gpu), "cudaGetDevice");
-  return gpu;
 }
 
 int attribute(cudaDeviceAttr which) {
@@ -180,8 +176,8 @@ void launch_collective(const ResidentPlan& plan, const Peers& peers, Stream stre
 
 void launch_copy(void* dst, const void* src, size_t num_bytes, Stream stream) {
   if (num_bytes == 0) return;
-  transport::check_cuda(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDeviceToDevice, stream),
-                        "cudaMemcpyAsync");
+  check_cuda(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDeviceToDevice, stream),
+             "cudaMemcpyAsync");
 }
 
 void launch_pack(const PackArgs& args, DType dtype, const WireFormat& wire, Stream stream) {

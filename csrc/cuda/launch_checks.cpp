@@ -52,7 +52,7 @@ void check_peers(const Peers& peers, Kernel kernel) {
   }
   for (int rank = 0; rank < geometry.world_size; ++rank) {
     const std::byte* region = peers.regions[rank];
-    if (region == nullptr || !is_aligned_to(region, transport::kDeviceLineBytes)) {
+    if (region == nullptr || !is_aligned(region, transport::kDeviceLineBytes)) {
       refuse_launch("the region of rank ", rank, " is at ", static_cast<const void*>(region),
                     ", expected an address that is a multiple of ", transport::kDeviceLineBytes);
     }
@@ -156,7 +156,7 @@ void check_own_tensors(const LaunchRequest& request, const Peers& peers, const O
   }
   if (own.reads && own.writes) check_overlap(request, peers, own);
   if (request.format.is_block_scaled &&
-      (!is_aligned_to(own.input, kAccessBytes) || !is_aligned_to(own.output, kAccessBytes))) {
+      (!is_aligned(own.input, kAccessBytes) || !is_aligned(own.output, kAccessBytes))) {
     refuse_launch("tensors in scaled blocks start at multiples of ", kAccessBytes, " bytes, got ",
                   own.input, " and ", own.output);
   }
@@ -286,7 +286,7 @@ void check_bucket(const BucketArgs& args, DType dtype, const WireFormat& wire) {
   if (num_contiguous != 0 && args.contiguous.data == nullptr) {
     refuse_launch("a tensor of ", num_contiguous, " elements has no data");
   }
-  if (!is_aligned_to(args.wire, kAccessBytes) || !is_aligned_to(args.tiles, alignof(Tile))) {
+  if (!is_aligned(args.wire, kAccessBytes) || !is_aligned(args.tiles, alignof(Tile))) {
     refuse_launch("the wire buffer is at ", static_cast<const void*>(args.wire),
                   " and the list at ", static_cast<const void*>(args.tiles),
                   ", expected multiples of ", kAccessBytes);

@@ -14,10 +14,6 @@ template <typename... Parts>
   throw Error(ErrorKind::kValue, join("rota: ", parts...));
 }
 
-inline bool is_aligned_to(const void* address, size_t num_bytes) {
-  return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
-}
-
 // The ranks that are summed as a group, in groups.
 int group_size_of(const LaunchRequest& request, const Peers& peers);
 bool has_equal_shards(Kernel kernel);

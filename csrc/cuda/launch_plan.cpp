@@ -65,17 +65,17 @@ constexpr int kNoRank = -1;
 
 // Whether kernels may move 16 bytes at a time: everything starts at a multiple of 16 bytes.
 bool is_everything_aligned(const LaunchRequest& request, const Peers& peers) {
-  bool is_aligned = true;
-  for (const void* tensor : request.input) is_aligned &= is_aligned_to(tensor, kAccessBytes);
-  for (const void* tensor : request.output) is_aligned &= is_aligned_to(tensor, kAccessBytes);
+  bool are_aligned = true;
+  for (const void* tensor : request.input) are_aligned &= is_aligned(tensor, kAccessBytes);
+  for (const void* tensor : request.output) are_aligned &= is_aligned(tensor, kAccessBytes);
   if (has_equal_shards(request.kernel)) {
     const auto num_ranks = static_cast<uint64_t>(peers.world_size());
-    is_aligned &= request.format.num_bytes(request.num_elems / num_ranks) % kAccessBytes == 0;
+    are_aligned &= request.format.num_bytes(request.num_elems / num_ranks) % kAccessBytes == 0;
   }
   for (int rank = 0; request.tensors != nullptr && rank < peers.world_size(); ++rank) {
-    is_aligned &= is_aligned_to(request.tensors->of[rank], kAccessBytes);
+    are_aligned &= is_aligned(request.tensors->of[rank], kAccessBytes);
   }
-  return is_aligned;
+  return are_aligned;
 }
 
 // The most elements that a message takes; a multiple of granule_elems.

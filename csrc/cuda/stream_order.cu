@@ -37,6 +37,19 @@ void record(cudaEvent_t event, Stream stream) {
   check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
 }
 
+// Makes `node` depend on these as well.
+void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
+  const std::vector<cudaGraphNode_t> nodes(last.num, node);
+#if CUDART_VERSION >= 13000
+  const cudaError_t error =
+      cudaGraphAddDependencies(last.graph, last.nodes, nodes.data(), nullptr, last.num);
+#else
+  const cudaError_t error =
+      cudaGraphAddDependencies(last.graph, last.nodes, nodes.data(), last.num);
+#endif
+  check_cuda(error, "cudaGraphAddDependencies");
+}
+
 }  // namespace
 
 CapturedNodes captured_on(Stream stream) {
@@ -52,23 +65,6 @@ CapturedNodes captured_on(Stream stream) {
   check_cuda(error, "cudaStreamGetCaptureInfo");
   return last;
 }
-
-namespace {
-
-// Makes `node` depend on these as well.
-void put_behind(const CapturedNodes& last, cudaGraphNode_t node) {
-  const std::vector<cudaGraphNode_t> nodes(last.num, node);
-#if CUDART_VERSION >= 13000
-  const cudaError_t error =
-      cudaGraphAddDependencies(last.graph, last.nodes, nodes.data(), nullptr, last.num);
-#else
-  const cudaError_t error =
-      cudaGraphAddDependencies(last.graph, last.nodes, nodes.data(), last.num);
-#endif
-  check_cuda(error, "cudaGraphAddDependencies");
-}
-
-}  // namespace
 
 // done_ is recorded at once, because a graph may be the first to wait for it.
 StreamOrder::StreamOrder() : done_(make_event()), captured_done_(make_event()) {

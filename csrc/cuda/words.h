@@ -74,7 +74,7 @@ HOST_DEVICE_INLINE void put_part(Words<kBytes>& words, uint32_t index,
   for (size_t w = 0; w < kPartWords; ++w) words.words[index * kPartWords + w] = part.words[w];
 }
 
-HOST_DEVICE_INLINE bool is_aligned(const std::byte* address, size_t num_bytes) {
+HOST_DEVICE_INLINE bool is_aligned(const void* address, size_t num_bytes) {
   return reinterpret_cast<uintptr_t>(address) % num_bytes == 0;
 }
 

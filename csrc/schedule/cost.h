@@ -7,7 +7,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <string_view>
 
 namespace rota::schedule {
@@ -51,13 +50,6 @@ inline constexpr std::array<std::string_view, 12> kCostNames{
     "one_shot",  "low_latency",  "two_shot",     "two_shot_in_place", "local two_shot_in_place",
     "ring",      "ordered_ring", "hierarchical", "reduce_scatter",    "all_gather",
     "broadcast", "send_recv"};
-
-constexpr std::optional<CostOf> parse_cost(std::string_view text) {
-  for (size_t i = 0; i < kCostNames.size(); ++i) {
-    if (kCostNames[i] == text) return static_cast<CostOf>(i);
-  }
-  return std::nullopt;
-}
 
 // The cost where every rank sends and receives equally: through_links bytes each way, which pass
 // through slots, plus what it reads and writes in tensors and in its own memory.

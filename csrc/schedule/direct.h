@@ -54,9 +54,6 @@ constexpr int source_at(int rank, int world_size, int step) {
   const int source = rank - 1 - step;
   return source < 0 ? source + world_size : source;
 }
-constexpr int step_of_transfer(int world_size, int source, int destination) {
-  return index_of_peer(source, world_size, destination);
-}
 
 struct TransferTurn {
   int step;
@@ -68,9 +65,8 @@ struct TransferTurn {
 
 inline TransferTurn turn_of_transfer(int world_size, int source, int destination, int64_t index,
                                      bool is_send) {
-  return {.step = step_of_transfer(world_size, source, destination),
-          .index = index,
-          .is_send = is_send};
+  return {
+      .step = index_of_peer(source, world_size, destination), .index = index, .is_send = is_send};
 }
 
 }  // namespace rota::schedule

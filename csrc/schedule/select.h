@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string_view>
 
 #include "schedule/tuning.h"
@@ -31,13 +30,6 @@ constexpr std::string_view name(Algorithm algorithm) {
 // Whether partial sums travel from rank to rank.
 constexpr bool is_ring(Algorithm algorithm) {
   return algorithm == Algorithm::kRing || algorithm == Algorithm::kOrderedRing;
-}
-
-constexpr std::optional<Algorithm> parse_algorithm(std::string_view text) {
-  for (size_t i = 0; i < kAlgorithmNames.size(); ++i) {
-    if (kAlgorithmNames[i] == text) return static_cast<Algorithm>(i);
-  }
-  return std::nullopt;
 }
 
 // Messages of at most max_one_shot_bytes use one_shot, longer ones two_shot. Both give the same

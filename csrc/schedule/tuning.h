@@ -27,13 +27,6 @@ constexpr std::string_view name(Topology topology) {
   return kTopologyNames[static_cast<size_t>(topology)];
 }
 
-constexpr std::optional<Topology> parse_topology(std::string_view text) {
-  for (size_t i = 0; i < kTopologyNames.size(); ++i) {
-    if (kTopologyNames[i] == text) return static_cast<Topology>(i);
-  }
-  return std::nullopt;
-}
-
 // All ranks of a communicator share one tuning: ranks with different tunings would run different
 // algorithms on links of different sizes.
 struct Tuning {

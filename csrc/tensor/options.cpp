@@ -8,8 +8,9 @@ namespace {
 // Returns the parsed value, or throws an error that lists the valid names.
 template <typename Value, typename Names>
 Value parse_name(std::string_view collective, std::string_view what, std::string_view text,
-                 std::string_view default_name, const Names& names, std::optional<Value> value) {
-  if (value) return *value;
+                 std::string_view default_name, const Names& names) {
+  const auto found = std::ranges::find(names, text);
+  if (found != names.end()) return static_cast<Value>(found - names.begin());
   std::string expected{default_name};
   for (const std::string_view name : names) expected += join(expected.empty() ? "" : ", ", name);
   throw Error(ErrorKind::kValue, join("rota.", collective, ": ", what, " is '", text,
@@ -19,8 +20,8 @@ Value parse_name(std::string_view collective, std::string_view what, std::string
 std::optional<schedule::Algorithm> parse_algorithm(std::string_view collective,
                                                    std::string_view text) {
   if (text == "auto") return std::nullopt;
-  return parse_name(collective, "algorithm", text, "auto", schedule::kAlgorithmNames,
-                    schedule::parse_algorithm(text));
+  return parse_name<schedule::Algorithm>(collective, "algorithm", text, "auto",
+                                         schedule::kAlgorithmNames);
 }
 
 std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
@@ -32,7 +33,7 @@ std::optional<DType> optional_dtype(const std::optional<at::ScalarType>& dtype,
 }  // namespace
 
 ReduceOp parse_op(std::string_view collective, std::string_view op) {
-  return parse_name(collective, "op", op, "", kReduceOpNames, parse_reduce_op(op));
+  return parse_name<ReduceOp>(collective, "op", op, "", kReduceOpNames);
 }
 
 AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view algorithm,
@@ -49,10 +50,7 @@ AllReduceOptions parse_all_reduce_options(std::string_view op, std::string_view 
 OrderOptions parse_order(std::string_view collective, std::string_view order,
                          std::optional<int64_t> group_size, std::optional<int64_t> num_shards) {
   constexpr std::array<std::string_view, 2> kNames{"rank", "tree"};
-  const auto found = std::ranges::find(kNames, order);
-  const auto parsed =
-      found == kNames.end() ? std::nullopt : std::optional(found == kNames.begin() + 1);
-  return {.is_tree = parse_name(collective, "order", order, "", kNames, parsed),
+  return {.is_tree = parse_name<bool>(collective, "order", order, "", kNames),
           .group_size = group_size,
           .num_shards = num_shards};
 }
@@ -94,9 +92,8 @@ BucketOptions parse_bucket_options(at::ScalarType wire_dtype, bool block_scaling
 }
 
 schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int world_size) {
-  const schedule::Topology parsed =
-      parse_name("gpu_tuning", "topology", topology, "", schedule::kTopologyNames,
-                 schedule::parse_topology(topology));
+  const auto parsed = parse_name<schedule::Topology>("gpu_tuning", "topology", topology, "",
+                                                     schedule::kTopologyNames);
   const auto tuning = schedule::find_tuning(gpu, parsed, world_size);
   if (!tuning) {
     throw Error(ErrorKind::kValue, join("rota.gpu_tuning: world_size is ", world_size,
@@ -107,8 +104,7 @@ schedule::Tuning gpu_tuning(std::string_view gpu, std::string_view topology, int
 
 schedule::Cost cost(std::string_view what, double tensor, double wire, double hop, int world_size,
                     int group_size) {
-  const schedule::CostOf parsed =
-      parse_name("cost", "what", what, "", schedule::kCostNames, schedule::parse_cost(what));
+  const auto parsed = parse_name<schedule::CostOf>("cost", "what", what, "", schedule::kCostNames);
   if (world_size < 2 || group_size < 1 || world_size % group_size != 0) {
     throw Error(ErrorKind::kValue,
                 join("rota.cost: world_size is ", world_size, " and group_size ", group_size,

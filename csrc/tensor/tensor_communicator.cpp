@@ -117,7 +117,7 @@ void TensorCommunicator::connect(OwnTimeout own_timeout) {
   check();
   const auto timeout = own_timeout.value_or(timeout_);
   try {
-    hosts_.emplace(unconnected_->hosts(timeout, check, options_.why_ended));
+    hosts_.emplace(unconnected_->bootstrap().hosts(timeout, check, options_.why_ended));
     if (hosts_->num_hosts() > 1) {
       connect_hosts(timeout, check);
     } else {
@@ -150,7 +150,7 @@ void TensorCommunicator::connect_hosts(std::chrono::milliseconds timeout,
     return c10::make_intrusive<::c10d::PrefixStore>(prefix, store_.store());
   };
   TorchStore store_of_host(prefixed(join("host/", host)));
-  TorchStore store_of_group(prefixed(join("engine/", unconnected_->group_number())));
+  TorchStore store_of_group(prefixed(join("engine/", unconnected_->bootstrap().group_number())));
   hosts::JointSetup setup(store_of_group, *hosts_, rank_, timeout, check, options_.why_ended);
   ConnectEngine connect_engine;
   setup.step([&] {

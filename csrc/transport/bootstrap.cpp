@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "schedule/hosts.h"
-#include "transport/host_id.h"
 
 namespace rota::transport {
 namespace {
@@ -18,12 +17,9 @@ namespace {
 constexpr const char* kCardsKey = "cards";
 constexpr int kStorePollMs = 2;  // few enough requests for a store on a server
 
-[[noreturn]] void fail(const std::string& what) {
-  throw Error(ErrorKind::kTransport, join("rota: ", what));
-}
-
 int checked_rank(int rank, int world_size) {
-  if (rank < 0 || rank >= world_size) fail(join("rank ", rank, " is not in [0, ", world_size, ")"));
+  if (rank < 0 || rank >= world_size)
+    fail_transport(join("rank ", rank, " is not in [0, ", world_size, ")"));
   return rank;
 }
 
@@ -43,8 +39,8 @@ class Bootstrap::Claim {
  public:
   Claim(Store& store, int rank, int world_size) : store_(store), key_(join("claim/", rank)) {
     if (store_.add(key_, 1) != 1) {
-      fail(join("two processes say they are rank ", rank, " of ", world_size,
-                "; give each process its own RANK"));
+      fail_transport(join("two processes say they are rank ", rank, " of ", world_size,
+                          "; give each process its own RANK"));
     }
   }
   // Releases the rank, because another group may use the store later.
@@ -90,10 +86,11 @@ std::function<void(const Bootstrap::IsMissing&)> Bootstrap::make_check(
       if (peer == rank_ || !is_missing(peer)) continue;
       missing += join(missing.empty() ? "" : ", ", peer);
     }
-    fail(join("rank ", rank_, "/", world_size_, " still waits for rank ", missing,
-              " to make this group, after ", timeout.count() / 1e3,
-              " s: does it make the same group, Communicator or hook, in the same order as this "
-              "rank, and is its process alive?"));
+    fail_transport(
+        join("rank ", rank_, "/", world_size_, " still waits for rank ", missing,
+             " to make this group, after ", timeout.count() / 1e3,
+             " s: does it make the same group, Communicator or hook, in the same order as this "
+             "rank, and is its process alive?"));
   };
 }
 
@@ -120,8 +117,8 @@ std::vector<std::optional<Peer>> Bootstrap::rendezvous(
   for (int peer = 0; peer < world_size_; ++peer) {
     const std::string& host = cards_[static_cast<size_t>(peer)].host;
     if (host == host_) continue;
-    fail(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_,
-              ", and they share no memory"));
+    fail_transport(join("rank ", peer, " is on host ", host, ", rank ", rank_, " on ", host_,
+                        ", and they share no memory"));
   }
   for (int peer = 0; peer < world_size_; ++peer) {
     if (peer == rank_) continue;
@@ -171,8 +168,8 @@ void Bootstrap::check_nodes(const std::vector<Card>& cards) {
   for (size_t rank = 0; rank < cards.size(); ++rank) {
     const size_t first = first_of_host.try_emplace(cards[rank].host, rank).first->second;
     if (cards[first].node.is_set_by_hand == cards[rank].node.is_set_by_hand) continue;
-    fail(join(text(first), ", ", text(rank),
-              "; set ROTA_NUMA_NODE for every rank of the host, or for none"));
+    fail_transport(join(text(first), ", ", text(rank),
+                        "; set ROTA_NUMA_NODE for every rank of the host, or for none"));
   }
 }
 
@@ -188,7 +185,10 @@ int Bootstrap::node_size() const {
   return is_level ? node_size : 0;
 }
 
-std::vector<std::vector<std::string>> Bootstrap::read_all_lines() const {
+// The cards of this group by rank, empty for a rank that has not made it yet. Groups that the ranks
+// make one after the other over one store are told apart by counting: each rank's n-th card is of
+// the n-th group.
+std::vector<std::string> Bootstrap::read_lines() {
   std::vector<std::vector<std::string>> lines_of(static_cast<size_t>(world_size_));
   std::istringstream text(store_.get(kCardsKey));
   for (std::string line; std::getline(text, line);) {
@@ -196,26 +196,11 @@ std::vector<std::vector<std::string>> Bootstrap::read_all_lines() const {
     in_classic_locale<std::istringstream>(line) >> rank;
     if (rank < lines_of.size()) lines_of[rank].push_back(line);
   }
-  return lines_of;
-}
-
-size_t Bootstrap::number_among(const std::vector<std::string>& own_lines) const {
-  return static_cast<size_t>(std::ranges::find(own_lines, line_) - own_lines.begin());
-}
-
-size_t Bootstrap::group_number() const {
-  return number_among(read_all_lines()[static_cast<size_t>(rank_)]);
-}
-
-// The cards of this group by rank, empty for a rank that has not made it yet. Groups that the ranks
-// make one after the other over one store are told apart by counting: each rank's n-th card is of
-// the n-th group.
-std::vector<std::string> Bootstrap::read_lines() const {
-  const std::vector<std::vector<std::string>> lines_of = read_all_lines();
-  const size_t number = number_among(lines_of[static_cast<size_t>(rank_)]);
+  const std::vector<std::string>& own = lines_of[static_cast<size_t>(rank_)];
+  group_number_ = static_cast<size_t>(std::ranges::find(own, line_) - own.begin());
   std::vector<std::string> lines;
   for (const std::vector<std::string>& of_rank : lines_of) {
-    lines.push_back(number < of_rank.size() ? of_rank[number] : "");
+    lines.push_back(group_number_ < of_rank.size() ? of_rank[group_number_] : "");
   }
   return lines;
 }
@@ -230,15 +215,16 @@ Bootstrap::Card Bootstrap::parse(int peer, const std::string& line) const {
   parts.get();
   std::getline(parts, host);
   if (world_size != world_size_) {
-    fail(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_, " has ",
-              world_size_, "; start every rank with the same WORLD_SIZE"));
+    fail_transport(join("rank ", peer, " has world_size ", world_size, ", this rank ", rank_,
+                        " has ", world_size_, "; start every rank with the same WORLD_SIZE"));
   }
   if (geometry.slot_bytes != geometry_.slot_bytes) {
-    fail(join("rank ", peer, " has slots of ", geometry.slot_bytes, " bytes, this rank ", rank_,
-              " of ", geometry_.slot_bytes, "; give every rank the same slot_bytes"));
+    fail_transport(join("rank ", peer, " has slots of ", geometry.slot_bytes, " bytes, this rank ",
+                        rank_, " of ", geometry_.slot_bytes,
+                        "; give every rank the same slot_bytes"));
   }
   if (geometry != geometry_) {
-    fail(
+    fail_transport(
         join("rank ", peer, " and rank ", rank_,
              " lay out their shared memory differently; install the same version of rota for all"));
   }

@@ -12,7 +12,7 @@
 
 #include "transport/endpoint.h"
 #include "transport/layout.h"
-#include "transport/numa_node.h"
+#include "transport/place.h"
 #include "transport/store.h"
 
 namespace rota::transport {
@@ -38,8 +38,9 @@ class Bootstrap {
   // several NUMA nodes; 0 if they are not as many, or not consecutive, or some are on no node.
   int node_size() const;
 
-  // How many groups this rank has made over the store before this one; the same on every rank.
-  size_t group_number() const;
+  // Once all cards are read: how many groups this rank has made over the store before this one; the
+  // same on every rank.
+  size_t group_number() const { return group_number_; }
 
   // Blocks until all ranks, which must be on one host, are connected and returns them, with an
   // empty entry for this rank.
@@ -59,10 +60,7 @@ class Bootstrap {
   // Reads all ranks' cards into cards_, once. check is called while some are missing.
   void read_all_cards(const std::function<void(const IsMissing&)>& check,
                       const WhyEnded& why_ended = {});
-  // The cards that each rank has published over the store, by rank.
-  std::vector<std::vector<std::string>> read_all_lines() const;
-  size_t number_among(const std::vector<std::string>& own_lines) const;
-  std::vector<std::string> read_lines() const;
+  std::vector<std::string> read_lines();
   // Checks the peer's configuration against this rank's.
   Card parse(int peer, const std::string& line) const;
   // Throws if a host's ranks have set their nodes by hand, but not all of them.
@@ -77,8 +75,9 @@ class Bootstrap {
   Geometry geometry_;
   const std::string host_;  // read once: later, descriptors for it may be short
   Endpoint own_;
-  const std::string line_;        // unique: it holds the endpoint's token
-  std::vector<Card> cards_;       // by rank; empty before all are there
+  const std::string line_;   // unique: it holds the endpoint's token
+  std::vector<Card> cards_;  // by rank; empty before all are there
+  size_t group_number_ = 0;
   std::unique_ptr<Claim> claim_;  // between hosts() and rendezvous()
 };
 

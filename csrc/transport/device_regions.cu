@@ -14,39 +14,26 @@ namespace {
 // Regions start at multiples of a page, which every word in them may rely on.
 constexpr size_t kRegionGranuleBytes = 4096;
 
-// On the current GPU. Errors on the way down are nobody's to handle: the process may be ending, and
-// the driver gone.
-class DeviceMemory {
- public:
-  explicit DeviceMemory(size_t num_bytes) {
-    check_cuda(cudaMalloc(&data_, num_bytes), join("cudaMalloc of ", num_bytes, " bytes"));
-    check_cuda(cudaMemset(data_, 0, num_bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  ~DeviceMemory() { forget_error(cudaFree(data_)); }
-  void* data() const { return data_; }
+// Errors on the way down are nobody's to handle: the process may be ending, and the driver gone.
+using DeviceMemory = std::shared_ptr<void>;
 
- private:
-  void* data_ = nullptr;
-};
+// Zeroed, on the current GPU.
+DeviceMemory allocate(size_t num_bytes) {
+  void* data = nullptr;
+  check_cuda(cudaMalloc(&data, num_bytes), join("cudaMalloc of ", num_bytes, " bytes"));
+  DeviceMemory memory(data, [](void* address) { forget_error(cudaFree(address)); });
+  check_cuda(cudaMemset(data, 0, num_bytes), "cudaMemset");
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return memory;
+}
 
 // Another process's.
-class MappedMemory {
- public:
-  explicit MappedMemory(const cudaIpcMemHandle_t& handle) {
-    check_cuda(cudaIpcOpenMemHandle(&data_, handle, cudaIpcMemLazyEnablePeerAccess),
-               "cudaIpcOpenMemHandle");
-  }
-  MappedMemory(const MappedMemory&) = delete;
-  MappedMemory& operator=(const MappedMemory&) = delete;
-  ~MappedMemory() { forget_error(cudaIpcCloseMemHandle(data_)); }
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
+DeviceMemory map(const cudaIpcMemHandle_t& handle) {
+  void* data = nullptr;
+  check_cuda(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
+             "cudaIpcOpenMemHandle");
+  return {data, [](void* address) { forget_error(cudaIpcCloseMemHandle(address)); }};
+}
 
 struct Card {
   GpuIdentity gpu;
@@ -87,17 +74,17 @@ void agree(const AllGatherText& all_gather, int rank, const std::function<void()
   for (const std::string& text : all_gather(complaint)) {
     if (!text.empty()) all += (all.empty() ? "" : "; ") + text;
   }
-  if (!all.empty()) throw Error(ErrorKind::kTransport, join("rota: no peer memory: ", all));
+  if (!all.empty()) fail_transport("no peer memory: " + all);
 }
 
 DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& all_gather) {
-  std::shared_ptr<DeviceMemory> own;
-  const auto mapped = std::make_shared<std::vector<std::unique_ptr<MappedMemory>>>();
+  DeviceMemory own;
+  const auto mapped = std::make_shared<std::vector<DeviceMemory>>();
   Card own_card{.pid = getpid()};
   agree(all_gather, rank, [&] {
     own_card.gpu = identity_of_gpu(current_gpu());
-    own = std::make_shared<DeviceMemory>(num_bytes);
-    check_cuda(cudaIpcGetMemHandle(&own_card.handle, own->data()), "cudaIpcGetMemHandle");
+    own = allocate(num_bytes);
+    check_cuda(cudaIpcGetMemHandle(&own_card.handle, own.get()), "cudaIpcGetMemHandle");
   });
   const std::vector<std::string> cards =
       all_gather(std::string(reinterpret_cast<const char*>(&own_card), sizeof(own_card)));
@@ -105,14 +92,14 @@ DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& al
   agree(all_gather, rank, [&] {
     for (int peer = 0; peer < static_cast<int>(cards.size()); ++peer) {
       if (peer == rank) {
-        regions.by_rank.push_back(static_cast<std::byte*>(own->data()));
+        regions.by_rank.push_back(static_cast<std::byte*>(own.get()));
         continue;
       }
       Card card;
       std::memcpy(&card, cards[static_cast<size_t>(peer)].data(), sizeof(card));
       check_reach(card, peer);
-      mapped->push_back(std::make_unique<MappedMemory>(card.handle));
-      regions.by_rank.push_back(static_cast<std::byte*>(mapped->back()->data()));
+      mapped->push_back(map(card.handle));
+      regions.by_rank.push_back(static_cast<std::byte*>(mapped->back().get()));
     }
   });
   return regions;
@@ -121,10 +108,10 @@ DeviceRegions connect_by_ipc(int rank, size_t num_bytes, const AllGatherText& al
 DeviceRegions allocate_regions(int num_ranks, size_t num_bytes) {
   const size_t stride =
       (num_bytes + kRegionGranuleBytes - 1) / kRegionGranuleBytes * kRegionGranuleBytes;
-  const auto memory = std::make_shared<DeviceMemory>(static_cast<size_t>(num_ranks) * stride);
+  const DeviceMemory memory = allocate(static_cast<size_t>(num_ranks) * stride);
   DeviceRegions regions{.means = "one process", .own = memory};
   for (int rank = 0; rank < num_ranks; ++rank) {
-    regions.by_rank.push_back(static_cast<std::byte*>(memory->data()) +
+    regions.by_rank.push_back(static_cast<std::byte*>(memory.get()) +
                               static_cast<size_t>(rank) * stride);
   }
   return regions;

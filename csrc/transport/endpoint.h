@@ -30,8 +30,6 @@ class Endpoint final : private Exposed {
   // first; may run in the listener's thread. Every rank's has num_bytes. Throws Error(kTransport).
   Endpoint(int rank, int world_size, std::function<UniqueFd()> make_memory, size_t num_bytes);
   ~Endpoint();
-  Endpoint(const Endpoint&) = delete;
-  Endpoint& operator=(const Endpoint&) = delete;
 
   // What connect() takes: two words.
   std::string address() const;

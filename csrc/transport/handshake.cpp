@@ -87,10 +87,6 @@ void Hello::refuse(const std::string& why) {
   std::strncpy(refusal, why.c_str(), sizeof(refusal) - 1);
 }
 
-void fail_transport(const std::string& what) {
-  throw Error(ErrorKind::kTransport, join("rota: ", what));
-}
-
 uint64_t random_number() {
   uint64_t number;
   if (getrandom(&number, sizeof(number), 0) != static_cast<ssize_t>(sizeof(number))) {

@@ -33,8 +33,6 @@ struct ReceivedHello {
   std::vector<UniqueFd> descriptors;
 };
 
-[[noreturn]] void fail_transport(const std::string& what);
-
 uint64_t random_number();
 
 // A socket that listens at an abstract name: no file, so nothing to clean up after a kill.

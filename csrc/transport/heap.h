@@ -10,8 +10,8 @@
 #include <optional>
 #include <span>
 
+#include "transport/life.h"
 #include "transport/mapping.h"
-#include "transport/process_words.h"
 #include "transport/unique_fd.h"
 
 namespace rota::transport {

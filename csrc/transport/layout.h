@@ -10,8 +10,8 @@
 // the memory behind the control block before anybody touches it: for collectives at the first one,
 // and more at the first long copy, for a link at its first message, and more as it uses more cells.
 // No pointer is ever stored here, and every bound comes from the reader's own Geometry, never from
-// what a peer wrote. csrc/README.md has the table of sync words with their memory orders, and
-// explains why each reuse of a slot is safe.
+// what a peer wrote. csrc/README.md has the table of sync words with their memory orders; each
+// executor says why its reuse of a slot is safe.
 #pragma once
 
 #include <cstddef>

@@ -1,10 +1,12 @@
-// Who holds a process's LifeWord, and how.
+// What peers read of a process, in the first page of its heap (transport/heap.h), and who holds its
+// LifeWord.
 #pragma once
 
 #include <linux/futex.h>
 
 #include <mutex>
 
+#include "base/core_sharing.h"
 #include "base/life_word.h"
 
 namespace rota::transport {
@@ -21,6 +23,11 @@ struct Life {
   std::mutex turn;
 };
 
+struct ProcessWords {
+  Life life;
+  CoreWord core;
+};
+
 // The calling thread holds the process's life: from construction to destruction, or to the end of
 // the process. It must use no robust mutexes of its own. Waits for another thread that holds it.
 // Does nothing where the kernel refuses, as in some sandboxes; the end is then noticed later.
@@ -28,8 +35,6 @@ class LifeHolder {
  public:
   explicit LifeHolder(Life& life);
   ~LifeHolder();
-  LifeHolder(const LifeHolder&) = delete;
-  LifeHolder& operator=(const LifeHolder&) = delete;
 
  private:
   const std::unique_lock<std::mutex> turn_;

@@ -22,11 +22,10 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void refuse_reservation(size_t num_bytes, const std::string& why) {
-  throw Error(ErrorKind::kTransport,
-              join("rota: cannot reserve ", num_bytes, " bytes of shared memory for this rank (",
-                   why, "; ", available_memory(),
-                   " bytes free); free memory, raise the container's limit or ask for "
-                   "smaller slot_bytes"));
+  fail_transport(join("cannot reserve ", num_bytes, " bytes of shared memory for this rank (", why,
+                      "; ", available_memory(),
+                      " bytes free); free memory, raise the container's limit or ask for smaller "
+                      "slot_bytes"));
 }
 
 void reserve_in_file(const UniqueFd& memory, size_t num_bytes) {
@@ -48,9 +47,8 @@ int populate(std::byte* base, const Span& span) {
 UniqueFd create_memory(const char* name, size_t num_bytes) {
   UniqueFd memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.get() < 0) {
-    throw Error(ErrorKind::kTransport,
-                with_errno("rota: cannot make shared memory: memfd_create", errno) +
-                    "; raise `ulimit -n`, or let the container allow this system call");
+    fail_transport(with_errno("cannot make shared memory: memfd_create", errno) +
+                   "; raise `ulimit -n`, or let the container allow this system call");
   }
   if (ftruncate(memory.get(), static_cast<off_t>(num_bytes)) != 0) {
     refuse_reservation(num_bytes, with_errno("ftruncate", errno));
@@ -60,7 +58,7 @@ UniqueFd create_memory(const char* name, size_t num_bytes) {
 
 void seal(const UniqueFd& memory) {
   if (fcntl(memory.get(), F_ADD_SEALS, kSeals) != 0) {
-    throw Error(ErrorKind::kTransport, with_errno("rota: cannot seal shared memory", errno));
+    fail_transport(with_errno("cannot seal shared memory", errno));
   }
 }
 
@@ -74,28 +72,23 @@ std::optional<size_t> sealed_bytes(const UniqueFd& memory) {
 }
 
 Mapping::Mapping(const UniqueFd& memory, size_t num_bytes, Access access, size_t offset)
-    : num_bytes_(num_bytes) {
+    : base_(nullptr, Unmap{num_bytes}) {
   const int protection = access == Access::kReader ? PROT_READ : PROT_READ | PROT_WRITE;
   void* address =
       mmap(nullptr, num_bytes, protection, MAP_SHARED, memory.get(), static_cast<off_t>(offset));
   if (address == MAP_FAILED) {
-    throw Error(ErrorKind::kTransport, with_errno("rota: cannot map shared memory", errno));
+    fail_transport(with_errno("cannot map shared memory", errno));
   }
-  base_ = static_cast<std::byte*>(address);
+  base_.reset(static_cast<std::byte*>(address));
   // If a page is larger than the control block, it also holds messages and must stay writable.
   const bool is_protectable = sysconf(_SC_PAGESIZE) <= static_cast<long>(sizeof(ControlBlock));
   if (access == Access::kPeer && is_protectable &&
       mprotect(address, sizeof(ControlBlock), PROT_READ) != 0) {
-    throw Error(ErrorKind::kTransport, with_errno("rota: cannot protect shared memory", errno));
+    fail_transport(with_errno("cannot protect shared memory", errno));
   }
 }
 
-Mapping::Mapping(Mapping&& other) noexcept
-    : base_(std::exchange(other.base_, nullptr)), num_bytes_(other.num_bytes_) {}
-
-Mapping::~Mapping() {
-  if (base_ != nullptr) munmap(base_, num_bytes_);
-}
+void Mapping::Unmap::operator()(std::byte* base) const { munmap(base, num_bytes); }
 
 OwnMemory OwnMemory::make(const Geometry& geometry, int world_size) {
   const size_t num_bytes = geometry.num_bytes(world_size);
@@ -129,9 +122,8 @@ Mapping map_peer(const UniqueFd& memory, size_t num_bytes, int peer) {
   if (received_bytes != num_bytes) {
     const std::string received = received_bytes ? join("memory of ", *received_bytes, " bytes")
                                                 : "memory that is not sealed";
-    throw Error(ErrorKind::kTransport,
-                join("rota: rank ", peer, " handed over ", received, ", expected ", num_bytes,
-                     " sealed bytes; do all ranks run the same version of rota?"));
+    fail_transport(join("rank ", peer, " handed over ", received, ", expected ", num_bytes,
+                        " sealed bytes; do all ranks run the same version of rota?"));
   }
   return Mapping(memory, num_bytes, Mapping::Access::kPeer);
 }

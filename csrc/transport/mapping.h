@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 
 #include "transport/layout.h"
@@ -25,14 +26,14 @@ class Mapping {
 
   // offset: of whole pages.
   Mapping(const UniqueFd& memory, size_t num_bytes, Access access, size_t offset = 0);
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&&) = delete;
-  ~Mapping();
-  std::byte* base() const { return base_; }
+  std::byte* base() const { return base_.get(); }
 
  private:
-  std::byte* base_;
-  size_t num_bytes_;
+  struct Unmap {
+    size_t num_bytes;
+    void operator()(std::byte* base) const;
+  };
+  std::unique_ptr<std::byte, Unmap> base_;
 };
 
 // Anonymous memory, not sealed yet; the name appears in /proc. Throws Error(kTransport).

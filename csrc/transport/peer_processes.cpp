@@ -41,8 +41,7 @@ void PeerProcess::take_words(const UniqueFd& heap) {
 void PeerProcess::take_heap(const UniqueFd& memory) {
   const std::optional<size_t> num_bytes = sealed_bytes(memory);
   if (!num_bytes) {
-    throw Error(ErrorKind::kTransport,
-                join("rota: pid ", pid_, " handed over a heap that is not sealed"));
+    fail_transport(join("pid ", pid_, " handed over a heap that is not sealed"));
   }
   take_words(memory);
   const std::lock_guard lock(mutex_);

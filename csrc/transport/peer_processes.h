@@ -11,8 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "transport/life.h"
 #include "transport/mapping.h"
-#include "transport/process_words.h"
 #include "transport/unique_fd.h"
 
 namespace rota::transport {

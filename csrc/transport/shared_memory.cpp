@@ -19,12 +19,6 @@ std::vector<Region> regions_of(const std::vector<Peer>& peers, const Geometry& g
 
 }  // namespace
 
-std::unique_ptr<Transport> SharedMemoryTransport::connect(
-    Store& store, int rank, int world_size, const Geometry& geometry,
-    std::chrono::milliseconds timeout, const std::function<void()>& check_interrupt) {
-  return SharedMemoryRank(store, rank, world_size, geometry).connect(timeout, check_interrupt);
-}
-
 SharedMemoryTransport::SharedMemoryTransport(int rank, const Geometry& geometry,
                                              std::vector<Peer> peers, bool is_reserved)
     : Transport(rank, geometry, regions_of(peers, geometry)),

@@ -17,12 +17,6 @@ namespace rota::transport {
 
 class SharedMemoryTransport final : public Transport {
  public:
-  // Collective: makes a SharedMemoryRank and connects it.
-  static std::unique_ptr<Transport> connect(Store& store, int rank, int world_size,
-                                            const Geometry& geometry,
-                                            std::chrono::milliseconds timeout,
-                                            const std::function<void()>& check_interrupt);
-
   SharedMemoryTransport(int rank, const Geometry& geometry, std::vector<Peer> peers,
                         bool is_reserved);
 
@@ -50,17 +44,9 @@ class SharedMemoryRank {
   SharedMemoryRank(Store& store, int rank, int world_size, const Geometry& geometry);
   // If it never connected, marks this rank as departed for peers that have mapped its memory.
   ~SharedMemoryRank();
-  SharedMemoryRank(const SharedMemoryRank&) = delete;
-  SharedMemoryRank& operator=(const SharedMemoryRank&) = delete;
 
-  // As in Bootstrap. Call it before connect(), if at all.
-  std::vector<std::string> hosts(std::chrono::milliseconds timeout,
-                                 const std::function<void()>& check_interrupt,
-                                 const Bootstrap::WhyEnded& why_ended = {}) {
-    return bootstrap_->hosts(timeout, check_interrupt, why_ended);
-  }
-
-  size_t group_number() const { return bootstrap_->group_number(); }
+  // For hosts(), before connect(), and group_number().
+  Bootstrap& bootstrap() { return *bootstrap_; }
 
   // Blocks until all regions are mapped. Throws Error(kTransport) if that fails or exceeds
   // `timeout`; the call can then be repeated. check_interrupt runs several times a second and may

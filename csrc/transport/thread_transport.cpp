@@ -9,28 +9,21 @@
 namespace rota::transport {
 namespace {
 
-constexpr std::align_val_t kRegionAlignment{kPageBytes};
+// One rank's memory, zeroed: every sync word starts at rest.
+std::shared_ptr<std::byte> zeroed_region(size_t num_bytes) {
+  constexpr std::align_val_t kAlignment{kPageBytes};
+  void* memory = std::memset(::operator new(num_bytes, kAlignment), 0, num_bytes);
+  return {static_cast<std::byte*>(memory),
+          [](std::byte* base) { ::operator delete(base, kAlignment); }};
+}
 
 }  // namespace
-
-// One rank's memory, zeroed: every sync word starts at rest.
-struct ThreadTransport::Memory {
-  explicit Memory(size_t num_bytes)
-      : base(static_cast<std::byte*>(::operator new(num_bytes, kRegionAlignment))) {
-    std::memset(base, 0, num_bytes);
-  }
-  ~Memory() { ::operator delete(base, kRegionAlignment); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  std::byte* base;
-};
 
 ThreadTransport::ThreadTransport(int rank, const Geometry& geometry, const World& world)
     : Transport(rank, geometry,
                 [&] {
                   std::vector<Region> regions;
-                  for (const auto& memory : world) regions.emplace_back(memory->base, geometry);
+                  for (const auto& memory : world) regions.emplace_back(memory.get(), geometry);
                   return regions;
                 }()),
       world_(world) {}
@@ -39,7 +32,7 @@ std::vector<std::unique_ptr<Transport>> ThreadTransport::make_world(int world_si
                                                                     const Geometry& geometry) {
   World world;
   for (int rank = 0; rank < world_size; ++rank) {
-    world.push_back(std::make_shared<Memory>(geometry.num_bytes(world_size)));
+    world.push_back(zeroed_region(geometry.num_bytes(world_size)));
   }
   std::vector<std::unique_ptr<Transport>> transports;
   for (int rank = 0; rank < world_size; ++rank) {

@@ -25,8 +25,7 @@ class ThreadTransport final : public Transport {
  private:
   const CoreWord* core_of(int) const override { return nullptr; }
 
-  struct Memory;
-  using World = std::vector<std::shared_ptr<Memory>>;  // by rank
+  using World = std::vector<std::shared_ptr<std::byte>>;  // by rank
   ThreadTransport(int rank, const Geometry& geometry, const World& world);
 
   World world_;

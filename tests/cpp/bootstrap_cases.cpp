@@ -24,7 +24,7 @@
 namespace rota::test {
 namespace {
 
-using transport::SharedMemoryTransport;
+using transport::SharedMemoryRank;
 using transport::UniqueFd;
 
 // ---- ranks with arguments that do not match ----
@@ -40,8 +40,8 @@ std::unique_ptr<transport::Transport> connect_with(const TemporaryDirectory& dir
                                                    const Arguments& arguments) {
   setenv("ROTA_HOST_ID", arguments.host, 1);
   FileStore store(directory);
-  return SharedMemoryTransport::connect(store, arguments.rank, arguments.world_size,
-                                        arguments.geometry, kPatience, [] {});
+  return SharedMemoryRank(store, arguments.rank, arguments.world_size, arguments.geometry)
+      .connect(kPatience, [] {});
 }
 
 // All ranks with these arguments fail to connect; every error contains all of `parts`.
@@ -130,7 +130,7 @@ uint64_t overhear_magic() {
       if (store.has("overheard")) throw Interruption();
     };
     try {
-      SharedMemoryTransport::connect(store, 0, 2, kSmall, kPatience, give_up);
+      SharedMemoryRank(store, 0, 2, kSmall).connect(kPatience, give_up);
     } catch (const Interruption&) {
       return;
     }
@@ -234,7 +234,7 @@ void rank_that_had_to_refuse_says_so() {
   const pid_t rank_0 = start_process([&] {
     FileStore store(directory);
     const Error error = expect_error(ErrorKind::kTransport, [&] {
-      SharedMemoryTransport::connect(store, 0, 2, kSmall, kPatience, [] {});
+      SharedMemoryRank(store, 0, 2, kSmall).connect(kPatience, [] {});
     });
     check_contains(error.what(), "rank 1 handed over memory that is not sealed");
   });

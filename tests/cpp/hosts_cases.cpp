@@ -10,7 +10,7 @@
 #include "check.h"
 #include "processes.h"
 #include "schedule/hosts.h"
-#include "transport/numa_node.h"
+#include "transport/place.h"
 
 namespace rota::test {
 namespace {

@@ -143,7 +143,7 @@ std::string FileStore::await(const std::string& key) {
 std::unique_ptr<transport::Transport> connect(const TemporaryDirectory& directory, int rank,
                                               int world_size, std::chrono::milliseconds timeout) {
   FileStore store(directory);
-  return transport::SharedMemoryTransport::connect(store, rank, world_size, kSmall, timeout, [] {});
+  return transport::SharedMemoryRank(store, rank, world_size, kSmall).connect(timeout, [] {});
 }
 
 }  // namespace rota::test

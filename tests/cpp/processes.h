@@ -67,7 +67,7 @@ class FileStore final : public transport::Store {
   std::filesystem::path directory_;
 };
 
-// SharedMemoryTransport::connect() with defaults for what most tests do not vary.
+// Connects a SharedMemoryRank, with defaults for what most tests do not vary.
 std::unique_ptr<transport::Transport> connect(
     const TemporaryDirectory& directory, int rank, int world_size,
     std::chrono::milliseconds timeout = std::chrono::seconds(30));

@@ -55,7 +55,6 @@ static_assert(rotated_peer(3, 4, 0) == 0 && rotated_peer(3, 4, 2) == 2);
 
 // ---- select.h: on the host only, where launches are decided
 static_assert(select(2, 1024) == Algorithm::kOneShot);
-static_assert(parse_algorithm("two_shot") == Algorithm::kTwoShot);
 
 #if defined(__CUDACC__)
 // One thread for each step of one rank; the sums only keep calls from being optimised away.

@@ -31,7 +31,7 @@
 namespace rota::test {
 namespace {
 
-using transport::SharedMemoryTransport;
+using transport::SharedMemoryRank;
 using transport::UniqueFd;
 
 Communicator make_communicator(const TemporaryDirectory& directory, int rank, int world_size) {
@@ -134,9 +134,9 @@ void signals_do_not_disturb_connect() {
     const itimerval timer{period, period};
     check(setitimer(ITIMER_REAL, &timer, nullptr) == 0, "setitimer");
     FileStore store(directory);
-    SharedMemoryTransport::connect(store, rank, 1,
-                                   {.message_bytes = 1024, .slot_bytes = 8 << 20, .num_cells = 6},
-                                   kPatience, [] {});
+    const transport::Geometry geometry{
+        .message_bytes = 1024, .slot_bytes = 8 << 20, .num_cells = 6};
+    SharedMemoryRank(store, rank, 1, geometry).connect(kPatience, [] {});
   });
 }
 

@@ -255,8 +255,8 @@ schedule::Tuning agree_on_tuning(Communicator& communicator, CallerThread thread
   auto topology = schedule::Topology::kPcie;
   transport::agree(all_gather, rank, [&] { topology = topology_to(gpus, rank); });
   std::vector<schedule::GpuPlace> places;
-  for (const std::string& text : all_gather(std::string(name(topology)))) {
-    places.push_back({gpus[places.size()].name, *schedule::parse_topology(text)});
+  for (const std::string& text : all_gather(std::string(1, static_cast<char>(topology)))) {
+    places.push_back({gpus[places.size()].name, static_cast<schedule::Topology>(text[0])});
   }
   const schedule::GpuPlace common = schedule::common_place(places);
   return *schedule::find_tuning(common.gpu, common.topology, world_size);

@@ -1,4 +1,4 @@
-// Which NUMA node of its host a process is bound to.
+// Which host a process is on, and to which of its NUMA nodes it is bound.
 #pragma once
 
 #include <optional>
@@ -6,6 +6,10 @@
 #include <vector>
 
 namespace rota::transport {
+
+// Equal for processes that can share memory: the kernel's boot id and the network namespace of the
+// sockets. ROTA_HOST_ID overrides it.
+std::string host_id();
 
 // The NUMA node that a rank is on: it is bound to CPUs of that node alone, of several with CPUs;
 // or ROTA_NUMA_NODE names it.
