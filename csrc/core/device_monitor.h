@@ -33,8 +33,6 @@ class DeviceMonitor {
   DeviceMonitor(Communicator& communicator, Kernels kernels);
   // Ends the thread.
   ~DeviceMonitor();
-  DeviceMonitor(const DeviceMonitor&) = delete;
-  DeviceMonitor& operator=(const DeviceMonitor&) = delete;
 
   // Whether a kernel waits that has waited long. From any thread.
   bool is_stalled() const;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <new>
 
-#include "schedule/chunk.h"
 #include "schedule/direct.h"
 
 namespace rota {

@@ -191,7 +191,9 @@ void Planner::choose_algorithm(Call& call, std::optional<schedule::Algorithm> re
   if (world_size_ == 1) {
     call.algorithm = schedule::Algorithm::kOneShot;  // all give the same result: one rounding
   } else if (gpu_) {
-    call.algorithm = requested ? *requested : choose_on_gpu(call);
+    const uint64_t most_packet_bytes = call.wire.is_block_scaled ? 0 : gpu_->most_packet_bytes;
+    call.algorithm = requested.value_or(schedule::select_on_gpu(
+        gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems), most_packet_bytes));
   } else {
     if (requested == schedule::Algorithm::kTwoLevel) check_two_levels(call);
     call.algorithm = requested ? *requested : choose_on_cpu(call);
@@ -233,12 +235,6 @@ void Planner::check_two_levels(const Call& call) const {
                                       : std::string("not all ranks one after another"),
               "; pass group_size=", node_size_, is_tree ? " or order='tree'" : "",
               ", or use 'two_shot'"));
-}
-
-schedule::Algorithm Planner::choose_on_gpu(const Call& call) const {
-  const uint64_t most_packet_bytes = call.wire.is_block_scaled ? 0 : gpu_->most_packet_bytes;
-  return schedule::select_on_gpu(gpu_->tuning, world_size_, call.wire.num_bytes(call.num_elems),
-                                 most_packet_bytes);
 }
 
 }  // namespace rota

@@ -63,7 +63,6 @@ class Planner {
   // choices have the same bits.
   void choose_algorithm(Call& call, std::optional<schedule::Algorithm> requested) const;
   schedule::Algorithm choose_on_cpu(const Call& call) const;
-  schedule::Algorithm choose_on_gpu(const Call& call) const;
 
   // Whether the sum over NUMA nodes of the sums within them has the bits of the call.
   bool allows_two_levels(const Call& call) const;

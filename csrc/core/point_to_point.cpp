@@ -142,37 +142,37 @@ int PointToPoint::run(Direction direction, void* data, const Message& message, i
   return request.peer();
 }
 
-bool PointToPoint::test(const Request& request) {
-  if (request.is_done()) return true;
-  communicator_.check_process(name(request.direction_));
+template <typename Body>
+void PointToPoint::move_without_waiting(const Body& body) {
   Done done;
   {
     const std::lock_guard lock(mutex_);
     try {
-      queues_.move(done, &request);
-      if (!request.is_done()) communicator_.check_usable(name(request.direction_));
+      body(done);
     } catch (const Error& error) {
       fail(error, done);
     }
   }
   report(done);
+}
+
+bool PointToPoint::test(const Request& request) {
+  if (request.is_done()) return true;
+  communicator_.check_process(name(request.direction_));
+  move_without_waiting([&](Done& done) {
+    queues_.move(done, &request);
+    if (!request.is_done()) communicator_.check_usable(name(request.direction_));
+  });
   return request.is_done();
 }
 
 std::optional<int> PointToPoint::probe(uint64_t tag) {
   communicator_.check_process(name(Direction::kRecv));
-  Done done;
   std::optional<int> sender;
-  {
-    const std::lock_guard lock(mutex_);
-    try {
-      queues_.move_all(done);
-      sender = queues_.find_early(tag);
-    } catch (const Error& error) {
-      fail(error, done);
-    }
-  }
-  report(done);
+  move_without_waiting([&](Done& done) {
+    queues_.move_all(done);
+    sender = queues_.find_early(tag);
+  });
   return sender;
 }
 

@@ -99,6 +99,9 @@ class PointToPoint {
   template <typename NextAwaited>
   std::optional<Error> wait_while(const NextAwaited& next_awaited, Lock& lock, CallerThread thread,
                                   std::optional<Nanoseconds> patience, Done& done);
+  // Runs body(done) with the lock held, fails the group if it throws, and reports.
+  template <typename Body>
+  void move_without_waiting(const Body& body);
   void attend_all();
   bool step_in(Lock& lock);
 

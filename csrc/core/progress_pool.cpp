@@ -16,8 +16,6 @@ std::atomic<void (*)()> runs_first = nullptr;
 
 }  // namespace
 
-ProgressThread::ProgressThread() : thread_([this] { run(); }) {}
-
 void ProgressThread::run_first(void (*function)()) { runs_first = function; }
 
 void ProgressThread::start(std::function<void()> job) {
@@ -58,13 +56,11 @@ void ProgressThread::unbind() {
 
 ProgressThread& ProgressPool::borrow() {
   const std::lock_guard lock(mutex_);
-  if (idle_.empty()) return start_thread();
-  ProgressThread& thread = *idle_.back();
-  idle_.pop_back();
-  return thread;
-}
-
-ProgressThread& ProgressPool::start_thread() {
+  if (!idle_.empty()) {
+    ProgressThread& thread = *idle_.back();
+    idle_.pop_back();
+    return thread;
+  }
   try {
     return *threads_.emplace_back(std::make_unique<ProgressThread>());
   } catch (const std::system_error& error) {

@@ -14,9 +14,7 @@ namespace rota {
 
 class ProgressThread {
  public:
-  ProgressThread();
-  ProgressThread(const ProgressThread&) = delete;
-  ProgressThread& operator=(const ProgressThread&) = delete;
+  ProgressThread() : thread_([this] { run(); }) {}
 
   // What every thread made from now on runs before its first job.
   static void run_first(void (*function)());
@@ -53,8 +51,6 @@ class ProgressPool {
   void await_all();
 
  private:
-  ProgressThread& start_thread();
-
   std::mutex mutex_;
   std::vector<std::unique_ptr<ProgressThread>> threads_;
   std::vector<ProgressThread*> idle_;

@@ -1,6 +1,5 @@
 #include "core/watch.h"
 
-#include <bit>
 #include <cstring>
 #include <iostream>
 
@@ -43,15 +42,13 @@ void Watch::begin_wait_for_all(uint64_t peers, std::string_view phase, uint64_t 
   needed_ = peers;
 }
 
-std::optional<Error> Watch::poll() { return find_abort(); }
-
 std::optional<Error> Watch::tick(Nanoseconds waited) {
   if (lets_signals_through_ && waited >= next_interrupt_check_) {
     next_interrupt_check_ = waited + kInterruptCheckEvery;
     (*check_interrupt_)();
   }
   PointToPoint::move_all_groups();
-  if (auto error = find_abort()) return error;
+  if (auto error = poll()) return error;
   if (auto error = find_death()) return error;
   if (auto error = find_departure()) return error;
   if (waited >= own_timeout_.value_or(timeout())) {
@@ -74,7 +71,7 @@ std::vector<const LifeWord*> Watch::lives() const {
   return lives;
 }
 
-std::optional<Error> Watch::find_death() const {
+std::optional<Error> Watch::find_death() {
   for (const int peer : transport_.find_dead_peers()) {
     // If it closed its communicator before it ended, find_departure() knows more.
     if (has_departed(peer) || has_done_its_part(peer)) continue;
@@ -87,7 +84,7 @@ std::optional<Error> Watch::find_death() const {
 
 // A peer that fails publishes why before it leaves or ends. Whoever has looked for that earlier may
 // have missed it, and finds it now.
-Error Watch::cause_of(const Error& loss) const { return find_abort().value_or(loss); }
+Error Watch::cause_of(const Error& loss) { return poll().value_or(loss); }
 
 bool Watch::has_departed(int peer) const {
   return transport_.region(peer).control().departed.load() != 0;
@@ -101,7 +98,7 @@ bool Watch::is_needed(int peer) const {
   return is_collective_ ? !has_done_its_part(peer) : (needed_ >> peer & 1) != 0;
 }
 
-std::optional<Error> Watch::find_departure() const {
+std::optional<Error> Watch::find_departure() {
   const auto error = [this](std::string_view who) {
     return cause_of(Error(ErrorKind::kPeerFailed, prefix(),
                           join(who, " has left the group ", place(),
@@ -132,7 +129,7 @@ std::string Watch::place() const {
   return join("(epoch ", epoch_, ", ", phase_, ", step ", step_, ')');
 }
 
-std::optional<Error> Watch::find_abort() const {
+std::optional<Error> Watch::poll() {
   for (int peer = 0; peer < transport_.world_size(); ++peer) {
     const transport::ControlBlock& control = transport_.region(peer).control();
     if (control.abort.load_ordered() == 0) continue;  // Communicator::run() explains the order

@@ -55,7 +55,7 @@ class Watch final : public PeerWaitObserver {
   std::vector<const LifeWord*> lives() const override;
   // A rank that died without leaving the group or doing its part, or why it failed before. Costs a
   // system call.
-  std::optional<Error> find_death() const;
+  std::optional<Error> find_death();
 
   // The group's.
   Nanoseconds timeout() const { return timeout_.load(std::memory_order_relaxed); }
@@ -67,13 +67,12 @@ class Watch final : public PeerWaitObserver {
   std::string place() const;
 
  private:
-  std::optional<Error> find_abort() const;
-  Error cause_of(const Error& loss) const;
+  Error cause_of(const Error& loss);
   bool has_departed(int peer) const;
   // Its part of this collective.
   bool has_done_its_part(int peer) const;
   bool is_needed(int peer) const;
-  std::optional<Error> find_departure() const;
+  std::optional<Error> find_departure();
   std::string awaited() const;
   void warn_about_stall(Nanoseconds waited);
 

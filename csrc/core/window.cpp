@@ -232,16 +232,26 @@ void Window::accumulate(int target, uint64_t offset, const void* data, DType dty
   const transport::WindowView& view = running("accumulate", target).view;
   const LockWait wait{"accumulate", options_.check_interrupt};
   if (!wire) return add_to_chunks(view, offset, bytes, dtype, num_elems, wait);
-  const cpu::WireLoops& loops = cpu::element_loops().wire(*wire);
-  const auto rounded = std::make_unique<Part>();
   std::vector<std::byte> encoded(wire->num_bytes(kPartElems));
+  add_parts(view, offset, *wire, num_elems, wait, [&](uint64_t begin, uint64_t part_elems) {
+    const WirePlace place = wire->place(encoded.data(), kPartElems);
+    const auto* part = static_cast<const float*>(data) + begin;
+    cpu::element_loops().wire(*wire).encode(part, place, part_elems, 1);
+    return place;
+  });
+}
+
+template <typename PlaceOf>
+void Window::add_parts(const transport::WindowView& view, uint64_t offset, const WireFormat& wire,
+                       uint64_t num_elems, const LockWait& wait, const PlaceOf& place_of) {
+  std::vector<float> decoded(kPartElems);
   for (uint64_t begin = 0; begin < num_elems; begin += kPartElems) {
     const uint64_t part_elems = std::min(kPartElems, num_elems - begin);
-    const WirePlace place = wire->place(encoded.data(), kPartElems);
-    loops.encode(static_cast<const float*>(data) + begin, place, part_elems, 1);
-    loops.decode_sum({.srcs = &place, .num = 1}, rounded->data(), part_elems, 1);
-    add_to_chunks(view, offset + begin, reinterpret_cast<const std::byte*>(rounded->data()), dtype,
-                  part_elems, wait);
+    const WirePlace place = place_of(begin, part_elems);
+    cpu::element_loops().wire(wire).decode_sum({.srcs = &place, .num = 1}, decoded.data(),
+                                               part_elems, 1);
+    add_to_chunks(view, offset + begin, reinterpret_cast<const std::byte*>(decoded.data()),
+                  DType::kFloat32, part_elems, wait);
   }
 }
 
@@ -358,16 +368,9 @@ void Window::serve_accumulate(uint64_t offset, const std::byte* data, DType dtyp
   const transport::WindowView& view = ranks_[static_cast<size_t>(rank_)].view;
   const LockWait wait{"", still_waits};
   if (!wire) return add_to_chunks(view, offset, data, dtype, num_elems, wait);
-  const auto rounded = std::make_unique<Part>();
   const WirePlace all = wire->place(const_cast<std::byte*>(data), num_elems);
-  for (uint64_t begin = 0; begin < num_elems; begin += kPartElems) {
-    const uint64_t part_elems = std::min(kPartElems, num_elems - begin);
-    const WirePlace place = wire->from(all, begin);
-    cpu::element_loops().wire(*wire).decode_sum({.srcs = &place, .num = 1}, rounded->data(),
-                                                part_elems, 1);
-    add_to_chunks(view, offset + begin, reinterpret_cast<const std::byte*>(rounded->data()), dtype,
-                  part_elems, wait);
-  }
+  add_parts(view, offset, *wire, num_elems, wait,
+            [&](uint64_t begin, uint64_t) { return wire->from(all, begin); });
 }
 
 void Window::serve_signal(int source, int channel) {

@@ -7,13 +7,12 @@
 // wait_signal() before those of the other rank; whoever has waited for a signal sees all that its
 // sender has done before. Only accumulate() is atomic, chunk by chunk.
 //
-// Ranks on other hosts are reached through core/remote_ranks.h, with the same promises; each access
-// then waits for the target's answer.
+// Ranks on other hosts are reached through RemoteRanks, with the same promises; each access then
+// waits for the target's answer.
 //
 // Works on pointers and dtypes; tensors are handled in tensor/.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -25,9 +24,9 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/error.h"
 #include "base/waiter.h"
 #include "base/wire_format.h"
-#include "core/remote_ranks.h"
 #include "transport/peer_processes.h"
 #include "transport/window_memory.h"
 
@@ -35,6 +34,40 @@ namespace rota {
 
 // What accumulate() adds at once, and what one lock covers.
 inline constexpr size_t kWindowChunkBytes = 64 << 10;
+
+// Why a rank on another host has not done what it was asked. The text names the rank; Window
+// completes it to an Error.
+struct RemoteFailure {
+  ErrorKind kind;
+  std::string text;
+};
+
+// A window's ranks on other hosts, whose memory this process cannot map. hosts/remote_window.h
+// implements it by messages.
+class RemoteRanks {
+ public:
+  virtual ~RemoteRanks() = default;
+
+  // Each returns once the target has done it. Callers have checked the range. Waits tick
+  // `observer`; throws RemoteFailure or what the observer raises.
+  virtual void put(int target, uint64_t first_byte, std::span<const std::byte> data,
+                   WaitObserver& observer) = 0;
+  virtual void get(int target, uint64_t first_byte, std::span<std::byte> data,
+                   WaitObserver& observer) = 0;
+  // As Window::accumulate().
+  virtual void accumulate(int target, uint64_t offset, const std::byte* data, DType dtype,
+                          uint64_t num_elems, const std::optional<WireFormat>& wire,
+                          WaitObserver& observer) = 0;
+  virtual void signal(int target, int channel, WaitObserver& observer) = 0;
+  // Asks the target whether its window is open.
+  virtual bool is_open(int target, WaitObserver& observer) = 0;
+
+  // What has happened to the target, as "has closed its window; ..."; none if nothing is known.
+  // Returns at once. Waits call it in each tick, so that it can count how long a rank is silent.
+  virtual std::optional<std::string> loss_of(int target) = 0;
+  // "rank 3 on host 1".
+  virtual std::string describe(int target) const = 0;
+};
 
 // One rank's window and its process.
 struct RankWindow {
@@ -128,7 +161,6 @@ class Window {
     return static_cast<size_t>(rank * num_channels_ + channel);
   }
 
-  using Part = std::array<float, kPartElems>;
   // How a thread waits for a lock.
   struct LockWait {
     std::string_view call;  // for errors; empty: a rank on another host asks, which adds its own
@@ -136,6 +168,11 @@ class Window {
   };
   void add_to_chunks(const transport::WindowView& view, uint64_t offset, const std::byte* data,
                      DType dtype, uint64_t num_elems, const LockWait& wait);
+  // The same with contributions that lie in a wire format at place_of(begin, num_elems), part by
+  // part.
+  template <typename PlaceOf>
+  void add_parts(const transport::WindowView& view, uint64_t offset, const WireFormat& wire,
+                 uint64_t num_elems, const LockWait& wait, const PlaceOf& place_of);
   void lock_chunk(Flag& lock, const LockWait& wait);
   void unlock_chunk(Flag& lock);
   std::string prefix(std::string_view call) const;

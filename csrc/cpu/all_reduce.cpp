@@ -424,9 +424,7 @@ class AllReduceExecutor final : public Executor {
 
 }  // namespace
 
-const Executor& all_reduce_executor() {
-  static const AllReduceExecutor executor;
-  return executor;
-}
+constexpr AllReduceExecutor kAllReduceExecutor;
+const Executor& all_reduce_executor = kAllReduceExecutor;
 
 }  // namespace rota::cpu

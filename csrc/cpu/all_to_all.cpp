@@ -4,7 +4,6 @@
 #include "base/error.h"
 #include "cpu/copy.h"
 #include "cpu/executor.h"
-#include "cpu/parts.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 
@@ -173,9 +172,7 @@ class AllToAll final : public Executor {
 
 }  // namespace
 
-const Executor& all_to_all_executor() {
-  static const AllToAll executor;
-  return executor;
-}
+constexpr AllToAll kAllToAllExecutor;
+const Executor& all_to_all_executor = kAllToAllExecutor;
 
 }  // namespace rota::cpu

@@ -1,9 +1,6 @@
 // Broadcast, all-gather, gather and scatter: bytes only, no arithmetic.
-#include <algorithm>
-
 #include "cpu/copy.h"
 #include "cpu/executor.h"
-#include "cpu/parts.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 
@@ -343,24 +340,13 @@ class Scatter final : public Executor {
 
 }  // namespace
 
-const Executor& broadcast_executor() {
-  static const Broadcast executor;
-  return executor;
-}
-
-const Executor& all_gather_executor() {
-  static const AllGather executor;
-  return executor;
-}
-
-const Executor& gather_executor() {
-  static const Gather executor;
-  return executor;
-}
-
-const Executor& scatter_executor() {
-  static const Scatter executor;
-  return executor;
-}
+constexpr Broadcast kBroadcastExecutor;
+const Executor& broadcast_executor = kBroadcastExecutor;
+constexpr AllGather kAllGatherExecutor;
+const Executor& all_gather_executor = kAllGatherExecutor;
+constexpr Gather kGatherExecutor;
+const Executor& gather_executor = kGatherExecutor;
+constexpr Scatter kScatterExecutor;
+const Executor& scatter_executor = kScatterExecutor;
 
 }  // namespace rota::cpu

@@ -1,6 +1,7 @@
 #include "cpu/element_loops.h"
 
 #include <cstdlib>
+#include <utility>
 
 #include "base/error.h"
 
@@ -18,15 +19,9 @@ extern const ElementLoops kTable;
 }
 #endif
 
-namespace {
-
-struct Candidate {
-  const ElementLoops* table;
-  bool is_supported;
-};
-
-const ElementLoops& choose(std::string_view isa) {
-  const Candidate candidates[] = {
+const ElementLoops& element_loops(std::string_view isa) {
+  // And whether this CPU runs it.
+  const std::pair<const ElementLoops*, bool> candidates[] = {
 #if defined(__x86_64__)
       {&avx512::kTable, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") &&
@@ -36,22 +31,18 @@ const ElementLoops& choose(std::string_view isa) {
       {&portable::kTable, true},
   };
   std::string supported;
-  for (const Candidate& candidate : candidates) {
-    if (!candidate.is_supported) continue;
-    if (isa.empty() || isa == candidate.table->isa) return *candidate.table;
-    supported += join(supported.empty() ? "" : ", ", candidate.table->isa);
+  for (const auto& [table, is_supported] : candidates) {
+    if (!is_supported) continue;
+    if (isa.empty() || isa == table->isa) return *table;
+    supported += join(supported.empty() ? "" : ", ", table->isa);
   }
   throw Error(ErrorKind::kValue, join("ROTA_ISA is '", isa, "', this CPU runs: ", supported));
 }
 
-}  // namespace
-
-const ElementLoops& element_loops(std::string_view isa) { return choose(isa); }
-
 const ElementLoops& element_loops() {
   static const ElementLoops& best = []() -> const ElementLoops& {
     const char* isa = std::getenv("ROTA_ISA");
-    return choose(isa == nullptr ? "" : isa);
+    return element_loops(isa == nullptr ? "" : isa);
   }();
   return best;
 }

@@ -22,16 +22,15 @@ class EncodedAllGather final : public Executor {
   void contribute(const Call& call, const Buffers& buffers,
                   const Mailboxes& mailboxes) const override {
     const IeeeFloatScope ieee;
-    PartCodec(call).encode(*buffers.inputs, whole(*buffers.inputs), mailboxes.own());
+    encode_part(call, *buffers.inputs, whole(*buffers.inputs), mailboxes.own());
   }
 
   uint64_t complete(const Call& call, const Buffers& buffers, const Mailboxes& mailboxes,
                     Exchange&) const override {
     const IeeeFloatScope ieee;
-    const PartCodec codec(call);
     for (int owner = 0; owner < mailboxes.world_size(); ++owner) {
       const Part& output = buffers.outputs[owner];
-      codec.decode(mailboxes.of(owner), output, whole(output));
+      decode_part(call, mailboxes.of(owner), output, whole(output));
     }
     return 0;
   }
@@ -39,7 +38,6 @@ class EncodedAllGather final : public Executor {
   // Two slots suffice, as for all-gather (copy_collectives.cpp).
   uint64_t run_rounds(const Call& call, const Buffers& buffers, Exchange& exchange) const override {
     const IeeeFloatScope ieee;
-    const PartCodec codec(call);
     const int rank = exchange.rank();
     const int world_size = exchange.world_size();
     const uint64_t round_elems = call.wire.capacity(exchange.slot_bytes(), kTileElems);
@@ -51,14 +49,14 @@ class EncodedAllGather final : public Executor {
     exchange.let_slots_change_hands();
     for (uint64_t round = 0; round < num_rounds; ++round) {
       const Range own = chunk_of(*buffers.inputs, round);
-      codec.encode(*buffers.inputs, own, exchange.own_slot(round));
+      encode_part(call, *buffers.inputs, own, exchange.own_slot(round));
       exchange.publish_filled(round);
-      codec.decode(exchange.own_slot(round), buffers.outputs[rank], own);
+      decode_part(call, exchange.own_slot(round), buffers.outputs[rank], own);
       for (int i = 0; i < world_size - 1; ++i) {
         const int owner = schedule::rotated_peer(rank, world_size, i);
         const Part& output = buffers.outputs[owner];
         exchange.wait_filled(owner, round, "all_gather decode");
-        codec.decode(exchange.slot(owner, round), output, chunk_of(output, round));
+        decode_part(call, exchange.slot(owner, round), output, chunk_of(output, round));
       }
     }
     return num_rounds;
@@ -73,9 +71,7 @@ class EncodedAllGather final : public Executor {
 
 }  // namespace
 
-const Executor& encoded_all_gather_executor() {
-  static const EncodedAllGather executor;
-  return executor;
-}
+constexpr EncodedAllGather kEncodedAllGatherExecutor;
+const Executor& encoded_all_gather_executor = kEncodedAllGatherExecutor;
 
 }  // namespace rota::cpu

@@ -3,14 +3,14 @@
 namespace rota::cpu {
 
 // Each is defined in the file of its collective.
-const Executor& all_reduce_executor();  // also reduce_bucket and reduce
-const Executor& reduce_scatter_executor();
-const Executor& broadcast_executor();
-const Executor& all_gather_executor();
-const Executor& encoded_all_gather_executor();
-const Executor& gather_executor();
-const Executor& scatter_executor();
-const Executor& all_to_all_executor();
+extern const Executor& all_reduce_executor;  // also reduce_bucket and reduce
+extern const Executor& reduce_scatter_executor;
+extern const Executor& broadcast_executor;
+extern const Executor& all_gather_executor;
+extern const Executor& encoded_all_gather_executor;
+extern const Executor& gather_executor;
+extern const Executor& scatter_executor;
+extern const Executor& all_to_all_executor;
 
 namespace {
 
@@ -34,25 +34,25 @@ const Executor& executor_of(const Call& call) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduceBucket:
     case CollectiveKind::kReduce:
-      return all_reduce_executor();
+      return all_reduce_executor;
     case CollectiveKind::kReduceScatter:
-      return reduce_scatter_executor();
+      return reduce_scatter_executor;
     case CollectiveKind::kBroadcast:
-      return broadcast_executor();
+      return broadcast_executor;
     case CollectiveKind::kAllGather:
-      return call.encodes_parts() ? encoded_all_gather_executor() : all_gather_executor();
+      return call.encodes_parts() ? encoded_all_gather_executor : all_gather_executor;
     case CollectiveKind::kGather:
-      return gather_executor();
+      return gather_executor;
     case CollectiveKind::kScatter:
-      return scatter_executor();
+      return scatter_executor;
     case CollectiveKind::kAllToAll:
-      return all_to_all_executor();
+      return all_to_all_executor;
     case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       break;
   }
-  static const Barrier barrier;
-  return barrier;
+  static constexpr Barrier kBarrier;
+  return kBarrier;
 }
 
 }  // namespace rota::cpu

@@ -19,8 +19,6 @@ namespace rota::cpu {
 
 class Executor {
  public:
-  virtual ~Executor() = default;
-
   // The size of a rank's message if one message is enough for the whole collective, at most
   // max_bytes; otherwise none. The same on every rank.
   virtual std::optional<uint64_t> message_bytes(const Call& call, const Buffers& buffers,
@@ -49,6 +47,9 @@ class Executor {
 
   virtual uint64_t run_rounds(const Call& call, const Buffers& buffers,
                               Exchange& exchange) const = 0;
+
+ protected:
+  ~Executor() = default;
 };
 
 const Executor& executor_of(const Call& call);

@@ -2,11 +2,9 @@
 // all_reduce, whose bits its part has, contributions and the sum are rounded to the wire dtype
 // once.
 #include "base/limits.h"
-#include "cpu/copy.h"
 #include "cpu/element_loops.h"
 #include "cpu/executor.h"
 #include "cpu/float_environment.h"
-#include "cpu/parts.h"
 #include "schedule/chunk.h"
 #include "schedule/direct.h"
 #include "schedule/sum_order.h"
@@ -180,9 +178,7 @@ class ReduceScatter final : public Executor {
 
 }  // namespace
 
-const Executor& reduce_scatter_executor() {
-  static const ReduceScatter executor;
-  return executor;
-}
+constexpr ReduceScatter kReduceScatterExecutor;
+const Executor& reduce_scatter_executor = kReduceScatterExecutor;
 
 }  // namespace rota::cpu

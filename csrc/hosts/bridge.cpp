@@ -1,12 +1,9 @@
 #include "hosts/bridge.h"
 
-#include <algorithm>
 #include <cstring>
 #include <new>
 #include <type_traits>
 #include <utility>
-
-#include "hosts/tags.h"
 
 namespace rota::hosts {
 namespace {
@@ -98,12 +95,12 @@ void Bridge::greet(const Call& call, const std::optional<Error>& disagreement,
                    const ShortSum* short_sum) {
   static_assert(std::is_trivially_copyable_v<Greeting>);
   Message& own = messages_[static_cast<size_t>(host())];
-  auto& greeting = *new (own.data()) Greeting{.epoch = epoch_, .words = call.to_words()};
+  auto& greeting = *new (own.bytes) Greeting{.epoch = epoch_, .words = call.to_words()};
   size_t num_bytes = sizeof(Greeting);
   std::vector<Engine::Transfer> transfers;
   for (int other = 0; other < hosts_.num_hosts(); ++other) {
     if (other == host()) continue;
-    transfers.push_back(recv(messages_[static_cast<size_t>(other)].data(), sizeof(Message),
+    transfers.push_back(recv(messages_[static_cast<size_t>(other)].bytes, sizeof(Message),
                              hosts_.rank_at(other, 0), kGreetingTag));
   }
   if (disagreement) {
@@ -112,13 +109,13 @@ void Bridge::greet(const Call& call, const std::optional<Error>& disagreement,
   } else if (short_sum != nullptr) {
     const std::span<const std::byte> contribution = short_sum->contribute();
     if (!contribution.empty()) {
-      std::memcpy(own.data() + num_bytes, contribution.data(), contribution.size());
+      std::memcpy(own.bytes + num_bytes, contribution.data(), contribution.size());
     }
     num_bytes += contribution.size();
   }
   for (int other = 0; other < hosts_.num_hosts(); ++other) {
     if (other == host()) continue;
-    transfers.push_back(send(own.data(), num_bytes, hosts_.rank_at(other, 0), kGreetingTag));
+    transfers.push_back(send(own.bytes, num_bytes, hosts_.rank_at(other, 0), kGreetingTag));
   }
   wait(transfers, "start", kPatienceWithHosts);
 }

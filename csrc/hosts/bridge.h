@@ -86,7 +86,7 @@ class Bridge {
 
   // For leaders: what another host has contributed to a short sum.
   std::byte* contribution_of(int host) {
-    return messages_[static_cast<size_t>(host)].data() + sizeof(Greeting);
+    return messages_[static_cast<size_t>(host)].bytes + sizeof(Greeting);
   }
   std::byte* short_result() { return verdict_.short_result; }
 
@@ -155,7 +155,7 @@ class Bridge {
   // Shares a leader's data with the ranks of its host.
   void share(void* data, size_t num_bytes);
   const Greeting& greeting_of(int host) const {
-    return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].data());
+    return *reinterpret_cast<const Greeting*>(messages_[static_cast<size_t>(host)].bytes);
   }
   Error mismatch(const Call& call) const;
   void end_waits(const Error& error);
@@ -174,8 +174,6 @@ class Bridge {
   // A leader's greeting, by host, which may be followed by a contribution.
   struct alignas(64) Message {
     std::byte bytes[sizeof(Greeting) + kMaxShortBytes];
-    std::byte* data() { return bytes; }
-    const std::byte* data() const { return bytes; }
   };
   std::vector<Message> messages_;
   Verdict verdict_;

@@ -12,7 +12,6 @@
 
 #include "base/error.h"
 #include "hosts/connections.h"
-#include "hosts/tags.h"
 #include "schedule/hosts.h"
 
 namespace rota::hosts {

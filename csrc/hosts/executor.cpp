@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "hosts/exchange_parts.h"
 #include "hosts/hierarchical_copies.h"
 #include "hosts/hierarchical_sum.h"
 
@@ -13,38 +12,35 @@ namespace {
 constexpr size_t kCopyOfOthers = 15;
 
 // The root's sum takes the way of everybody's; the others' tensors stay as they are.
-void reduce(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-            const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
-  cpu::Buffers copy = buffers;
-  if (bridge.rank() != call.root && call.num_elems > 0) {
-    std::byte* bytes = scratch.at_least(kCopyOfOthers, call.num_bytes());
-    copy.data = std::memcpy(bytes, buffers.data, call.num_bytes());
+void reduce(Task task) {
+  const Call& call = task.call;
+  if (task.bridge.rank() != call.root && call.num_elems > 0) {
+    std::byte* copy = task.scratch.at_least(kCopyOfOthers, call.num_bytes());
+    task.buffers.data = std::memcpy(copy, task.buffers.data, call.num_bytes());
   }
-  hierarchical_sum(bridge, scratch, call, orders, copy, own_timeout);
+  hierarchical_sum(task);
 }
 
 }  // namespace
 
-void execute(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-             const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
-  const auto run = [&](const auto& body) { bridge.run(call, own_timeout, body); };
-  switch (call.kind) {
+void execute(const Task& task) {
+  const auto run = [&](const auto& body) { task.bridge.run(task.call, task.own_timeout, body); };
+  switch (task.call.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduceBucket:
-      return hierarchical_sum(bridge, scratch, call, orders, buffers, own_timeout);
+      return hierarchical_sum(task);
     case CollectiveKind::kReduce:
-      return reduce(bridge, scratch, call, orders, buffers, own_timeout);
+      return reduce(task);
     case CollectiveKind::kReduceScatter:
-      return run([&] { hierarchical_reduce_scatter(bridge, scratch, call, orders, buffers); });
+      return run([&] { hierarchical_reduce_scatter(task); });
     case CollectiveKind::kBroadcast:
-      return run(
-          [&] { hierarchical_broadcast(bridge, call, static_cast<std::byte*>(buffers.data)); });
+      return run([&] { hierarchical_broadcast(task); });
     case CollectiveKind::kAllGather:
-      return run([&] { hierarchical_all_gather(bridge, scratch, call, buffers); });
+      return run([&] { hierarchical_all_gather(task); });
     case CollectiveKind::kGather:
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:
-      return run([&] { exchange_parts(bridge, scratch, call, buffers); });
+      return run([&] { exchange_parts(task); });
     case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       return run([] {});

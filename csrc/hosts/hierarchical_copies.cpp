@@ -9,10 +9,6 @@
 
 #include "cpu/float_environment.h"
 #include "cpu/part_codec.h"
-#include "cpu/parts.h"
-#include "hosts/local_calls.h"
-#include "hosts/reducers.h"
-#include "hosts/tags.h"
 #include "schedule/chunk.h"
 
 namespace rota::hosts {
@@ -96,107 +92,19 @@ void gather_bytes(Bridge& bridge, std::span<const Part> outputs) {
   bridge.wait(outgoing, "the network");
 }
 
-}  // namespace
-
-void hierarchical_all_gather(Bridge& bridge, Scratch& scratch, const Call& call,
-                             const cpu::Buffers& buffers) {
-  const auto world_size = static_cast<size_t>(bridge.world_size());
-  const auto own = static_cast<size_t>(bridge.rank());
-  std::vector<Part> parts(buffers.outputs, buffers.outputs + world_size);
-  const bool encodes = call.encodes_parts();
-  size_t total = 0;
-  for (Part& part : parts) {
-    part.num_elems =
-        encodes ? call.wire.num_bytes(part.num_elems) : part.num_elems * info(call.dtype).num_bytes;
-    total += part.num_elems;
-  }
-  if (!encodes) {
-    if (parts[own].data != buffers.inputs->data) {
-      std::memmove(parts[own].data, buffers.inputs->data, parts[own].num_elems);
-    }
-    return gather_bytes(bridge, parts);
-  }
-  const cpu::IeeeFloatScope ieee;
-  std::byte* encoded = scratch.at_least(0, total);
-  for (Part& part : parts) {
-    part.data = encoded;
-    encoded += part.num_elems;
-  }
-  const cpu::PartCodec codec(call);
-  codec.encode(*buffers.inputs, {0, buffers.inputs->num_elems}, at(parts[own], 0));
-  gather_bytes(bridge, parts);
-  for (size_t rank = 0; rank < world_size; ++rank) {
-    const Part& output = buffers.outputs[rank];
-    codec.decode(at(parts[rank], 0), output, {0, output.num_elems});
-  }
-}
-
-void hierarchical_broadcast(Bridge& bridge, const Call& call, std::byte* data) {
-  const schedule::Hosts& hosts = bridge.hosts();
-  const int root_host = hosts.place_of(call.root).host;
-  // The rank of a host that has the data first.
-  const auto leader_of = [&](int host) {
-    return host == root_host ? call.root : hosts.partner_of(call.root, host);
-  };
-  // The i-th host of the chain.
-  const auto host_at = [&](int i) { return (root_host + i) % hosts.num_hosts(); };
-  const int place = (bridge.host() - root_host + hosts.num_hosts()) % hosts.num_hosts();
-  const bool is_star = call.num_bytes() <= kStarBytes;
-  const int leader = leader_of(bridge.host());
-  const Part whole{data, call.num_bytes()};
-  const uint64_t num_chunks = num_chunks_of({&whole, 1}, kCopyChunkBytes);
-
-  Transfers outgoing;
-  const auto forward = [&](const Part& part) {
-    const int first = is_star ? 1 : place + 1;
-    const int end =
-        is_star ? (place == 0 ? hosts.num_hosts() : 0) : std::min(place + 2, hosts.num_hosts());
-    for (int i = first; i < end; ++i) {
-      outgoing.push_back(bridge.send(part.data, part.num_elems, leader_of(host_at(i)), kResultTag));
-    }
-  };
-  const auto expect = [&](uint64_t chunk) {
-    const Part part = chunk_of_part(whole, chunk);
-    const int sender = leader_of(host_at(is_star ? 0 : place - 1));
-    return bridge.recv(part.data, part.num_elems, sender, kResultTag);
-  };
-  const bool is_receiver = bridge.rank() == leader && place > 0;
-  Engine::Transfer next;
-  if (is_receiver && num_chunks > 0) next = expect(0);
-  for (uint64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    const Part part = chunk_of_part(whole, chunk);
-    if (is_receiver) {
-      Engine::Transfer current = std::exchange(next, {});
-      if (chunk + 1 < num_chunks) next = expect(chunk + 1);
-      bridge.wait(current, "the root's data");
-    }
-    if (bridge.rank() == leader) forward(part);
-    if (bridge.local_size() > 1) {
-      bridge.run_local({.kind = CollectiveKind::kBroadcast,
-                        .root = hosts.place_of(leader).local_rank,
-                        .num_elems = part.num_elems},
-                       {.data = part.data});
-    }
-  }
-  bridge.wait(outgoing, "the network");
-}
-
-namespace {
-
 // R: cpu::Reducer or cpu::BucketReducer.
 template <typename R>
 class ReduceScatter {
  public:
-  ReduceScatter(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-                const cpu::Buffers& buffers)
-      : bridge_(bridge),
-        scratch_(scratch),
-        wire_(call.wire),
-        dtype_(call.dtype),
-        reducers_(bridge, call, orders),
-        inputs_(buffers.inputs, static_cast<size_t>(bridge.world_size())),
+  explicit ReduceScatter(const Task& task)
+      : bridge_(task.bridge),
+        scratch_(task.scratch),
+        wire_(task.call.wire),
+        dtype_(task.call.dtype),
+        reducers_(task),
+        inputs_(task.buffers.inputs, static_cast<size_t>(bridge_.world_size())),
         chunk_elems_(kCopyChunkBytes / reducers_.elem_bytes()),
-        to_tensor_(reducers_.to_tensor({.data = buffers.outputs->data})) {}
+        to_tensor_(reducers_.to_tensor({.data = task.buffers.outputs->data})) {}
 
   void run() {
     const cpu::IeeeFloatScope ieee;
@@ -307,16 +215,195 @@ class ReduceScatter {
   std::array<Place, kNumPlaces> places_;
 };
 
+// The bytes that a rank sends and expects, by rank.
+struct Exchange {
+  std::vector<Part> sent;
+  std::vector<Part> expected;
+};
+
+Exchange plan(const Task& task) {
+  const auto& [bridge, scratch, call, orders, buffers, own_timeout] = task;
+  const CollectiveRow& row = row_of(call.kind);
+  const auto in_bytes = [&](const Part& part) {
+    return Part{part.data, part.num_elems * info(call.dtype).num_bytes};
+  };
+  const auto goes = [&](int from, int to) {
+    return is_among(row.contributors, from, call.root) && is_among(row.receivers, to, call.root);
+  };
+  Exchange exchange;
+  for (int peer = 0; peer < bridge.world_size(); ++peer) {
+    Part sent{nullptr, 0}, expected{nullptr, 0};
+    if (goes(bridge.rank(), peer)) {
+      sent = in_bytes(buffers.inputs[row.is_input_per_rank ? peer : 0]);
+    }
+    if (goes(peer, bridge.rank())) {
+      expected = in_bytes(buffers.outputs[row.is_output_per_rank ? peer : 0]);
+    }
+    exchange.sent.push_back(sent);
+    exchange.expected.push_back(expected);
+  }
+  return exchange;
+}
+
+// In an all-to-all, only the two ranks of a pair know how long their parts are. All ranks read what
+// all say, so all come to the same verdict.
+void compare_lengths(const Task& task, const Exchange& exchange) {
+  const Bridge& bridge = task.bridge;
+  const auto world_size = static_cast<size_t>(bridge.world_size());
+  // Row by row: what a rank sends to each, and what it expects of each.
+  const size_t row = 2 * world_size;
+  std::vector<uint64_t> lengths(world_size * row);
+  std::vector<Part> rows;
+  for (size_t rank = 0; rank < world_size; ++rank) {
+    rows.push_back({&lengths[rank * row], row * sizeof(uint64_t)});
+  }
+  const auto own = static_cast<size_t>(bridge.rank());
+  for (size_t peer = 0; peer < world_size; ++peer) {
+    lengths[own * row + peer] = exchange.sent[peer].num_elems;
+    lengths[own * row + world_size + peer] = exchange.expected[peer].num_elems;
+  }
+  hierarchical_all_gather({.bridge = task.bridge,
+                           .scratch = task.scratch,
+                           .call = {.kind = CollectiveKind::kAllGather},
+                           .buffers = {.inputs = &rows[own], .outputs = rows.data()}});
+  for (size_t sender = 0; sender < world_size; ++sender) {
+    for (size_t receiver = 0; receiver < world_size; ++receiver) {
+      const uint64_t sent = lengths[sender * row + receiver];
+      const uint64_t expected = lengths[receiver * row + world_size + sender];
+      if (sent == expected) continue;
+      const size_t elem_bytes = info(task.call.dtype).num_bytes;
+      throw Error(ErrorKind::kMismatch,
+                  join("rota.", task.call.kind_name(), ": ranks disagree: rank ", sender, " sends ",
+                       sent / elem_bytes, " elements to rank ", receiver, ", which expects ",
+                       expected / elem_bytes, "; nothing was written: give both the same splits"));
+    }
+  }
+}
+
 }  // namespace
 
-void hierarchical_reduce_scatter(Bridge& bridge, Scratch& scratch, const Call& call,
-                                 const LevelOrders& orders, const cpu::Buffers& buffers) {
-  if (call.wire.is_block_scaled) {
-    const Call bucket = as_bucket(call);
-    ReduceScatter<cpu::BucketReducer>(bridge, scratch, bucket, orders, buffers).run();
-  } else {
-    ReduceScatter<cpu::Reducer>(bridge, scratch, call, orders, buffers).run();
+void hierarchical_all_gather(const Task& task) {
+  const auto& [bridge, scratch, call, orders, buffers, own_timeout] = task;
+  const auto world_size = static_cast<size_t>(bridge.world_size());
+  const auto own = static_cast<size_t>(bridge.rank());
+  std::vector<Part> parts(buffers.outputs, buffers.outputs + world_size);
+  const bool encodes = call.encodes_parts();
+  size_t total = 0;
+  for (Part& part : parts) {
+    part.num_elems =
+        encodes ? call.wire.num_bytes(part.num_elems) : part.num_elems * info(call.dtype).num_bytes;
+    total += part.num_elems;
   }
+  if (!encodes) {
+    if (parts[own].data != buffers.inputs->data) {
+      std::memmove(parts[own].data, buffers.inputs->data, parts[own].num_elems);
+    }
+    return gather_bytes(bridge, parts);
+  }
+  const cpu::IeeeFloatScope ieee;
+  std::byte* encoded = scratch.at_least(0, total);
+  for (Part& part : parts) {
+    part.data = encoded;
+    encoded += part.num_elems;
+  }
+  cpu::encode_part(call, *buffers.inputs, {0, buffers.inputs->num_elems}, at(parts[own], 0));
+  gather_bytes(bridge, parts);
+  for (size_t rank = 0; rank < world_size; ++rank) {
+    const Part& output = buffers.outputs[rank];
+    cpu::decode_part(call, at(parts[rank], 0), output, {0, output.num_elems});
+  }
+}
+
+void hierarchical_broadcast(const Task& task) {
+  Bridge& bridge = task.bridge;
+  const Call& call = task.call;
+  const schedule::Hosts& hosts = bridge.hosts();
+  const int root_host = hosts.place_of(call.root).host;
+  // The rank of a host that has the data first.
+  const auto leader_of = [&](int host) {
+    return host == root_host ? call.root : hosts.partner_of(call.root, host);
+  };
+  // The i-th host of the chain.
+  const auto host_at = [&](int i) { return (root_host + i) % hosts.num_hosts(); };
+  const int place = (bridge.host() - root_host + hosts.num_hosts()) % hosts.num_hosts();
+  const bool is_star = call.num_bytes() <= kStarBytes;
+  const int leader = leader_of(bridge.host());
+  const Part whole{task.buffers.data, call.num_bytes()};
+  const uint64_t num_chunks = num_chunks_of({&whole, 1}, kCopyChunkBytes);
+
+  Transfers outgoing;
+  const auto forward = [&](const Part& part) {
+    const int first = is_star ? 1 : place + 1;
+    const int end =
+        is_star ? (place == 0 ? hosts.num_hosts() : 0) : std::min(place + 2, hosts.num_hosts());
+    for (int i = first; i < end; ++i) {
+      outgoing.push_back(bridge.send(part.data, part.num_elems, leader_of(host_at(i)), kResultTag));
+    }
+  };
+  const auto expect = [&](uint64_t chunk) {
+    const Part part = chunk_of_part(whole, chunk);
+    const int sender = leader_of(host_at(is_star ? 0 : place - 1));
+    return bridge.recv(part.data, part.num_elems, sender, kResultTag);
+  };
+  const bool is_receiver = bridge.rank() == leader && place > 0;
+  Engine::Transfer next;
+  if (is_receiver && num_chunks > 0) next = expect(0);
+  for (uint64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const Part part = chunk_of_part(whole, chunk);
+    if (is_receiver) {
+      Engine::Transfer current = std::exchange(next, {});
+      if (chunk + 1 < num_chunks) next = expect(chunk + 1);
+      bridge.wait(current, "the root's data");
+    }
+    if (bridge.rank() == leader) forward(part);
+    if (bridge.local_size() > 1) {
+      bridge.run_local({.kind = CollectiveKind::kBroadcast,
+                        .root = hosts.place_of(leader).local_rank,
+                        .num_elems = part.num_elems},
+                       {.data = part.data});
+    }
+  }
+  bridge.wait(outgoing, "the network");
+}
+
+void hierarchical_reduce_scatter(const Task& task) {
+  if (task.call.wire.is_block_scaled) {
+    const Task bucket = as_bucket(task);
+    ReduceScatter<cpu::BucketReducer>(bucket).run();
+  } else {
+    ReduceScatter<cpu::Reducer>(task).run();
+  }
+}
+
+void exchange_parts(const Task& task) {
+  Bridge& bridge = task.bridge;
+  const schedule::Hosts& hosts = bridge.hosts();
+  const Exchange exchange = plan(task);
+  std::vector<int> others;
+  // From the own rank on, so that not all ranks send to the same one.
+  for (int i = 1; i < bridge.world_size(); ++i) {
+    const int peer = (bridge.rank() + i) % bridge.world_size();
+    if (hosts.place_of(peer).host != bridge.host()) others.push_back(peer);
+  }
+  if (task.call.kind == CollectiveKind::kAllToAll) compare_lengths(task, exchange);
+
+  std::vector<Engine::Transfer> transfers;
+  for (const int peer : others) {
+    const Part& part = exchange.expected[static_cast<size_t>(peer)];
+    transfers.push_back(bridge.recv(part.data, part.num_elems, peer, kResultTag));
+  }
+  for (const int peer : others) {
+    const Part& part = exchange.sent[static_cast<size_t>(peer)];
+    transfers.push_back(bridge.send(part.data, part.num_elems, peer, kResultTag));
+  }
+  std::vector<Part> local_sent, local_expected;
+  for (const int peer : hosts.ranks_of(bridge.host())) {
+    local_sent.push_back(exchange.sent[static_cast<size_t>(peer)]);
+    local_expected.push_back(exchange.expected[static_cast<size_t>(peer)]);
+  }
+  bridge.run_local({.kind = CollectiveKind::kAllToAll},
+                   {.inputs = local_sent.data(), .outputs = local_expected.data()});
+  bridge.wait(transfers, "parts");
 }
 
 }  // namespace rota::hosts

@@ -1,15 +1,11 @@
 #include "hosts/hierarchical_sum.h"
 
-#include <algorithm>
 #include <array>
 #include <span>
 #include <type_traits>
 #include <vector>
 
 #include "cpu/float_environment.h"
-#include "hosts/local_calls.h"
-#include "hosts/reducers.h"
-#include "hosts/tags.h"
 #include "schedule/levels.h"
 
 namespace rota::hosts {
@@ -25,24 +21,23 @@ constexpr uint64_t kSumChunkBytes = 2 << 20;
 template <typename R>
 class HierarchicalSum {
  public:
-  HierarchicalSum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-                  const cpu::Buffers& buffers)
-      : bridge_(bridge),
-        scratch_(scratch),
-        call_(call),
-        reducers_(bridge, call, orders),
-        data_(static_cast<std::byte*>(buffers.data)),
-        residual_(buffers.residual),
+  explicit HierarchicalSum(const Task& task)
+      : bridge_(task.bridge),
+        scratch_(task.scratch),
+        call_(task.call),
+        reducers_(task),
+        data_(static_cast<std::byte*>(task.buffers.data)),
+        residual_(task.buffers.residual),
         chunk_elems_(kSumChunkBytes / elem_bytes()),
-        num_chunks_(schedule::ceil_div(call.num_elems, chunk_elems_)),
+        num_chunks_(schedule::ceil_div(call_.num_elems, chunk_elems_)),
         is_short_(num_chunks_ <= 1 &&
                   encoded_bytes(range_of(0)) <=
                       Bridge::kMaxShortBytes / static_cast<size_t>(num_hosts() - 1)),
-        is_direct_(std::is_same_v<R, cpu::Reducer> && !is_short_ && !call.wire.is_block_scaled &&
-                   call.wire.dtype == call.dtype),
-        levels_{is_short_ ? 1 : bridge.hosts().num_rails(), is_short_ ? 1 : num_hosts(),
+        is_direct_(std::is_same_v<R, cpu::Reducer> && !is_short_ && !call_.wire.is_block_scaled &&
+                   call_.wire.dtype == call_.dtype),
+        levels_{is_short_ ? 1 : bridge_.hosts().num_rails(), is_short_ ? 1 : num_hosts(),
                 R::kGranuleElems},
-        to_tensor_(reducers_.to_tensor(buffers)) {}
+        to_tensor_(reducers_.to_tensor(task.buffers)) {}
 
   bool is_short() const { return is_short_; }
   size_t short_bytes() const { return encoded_bytes(range_of(0)); }
@@ -242,11 +237,10 @@ class HierarchicalSum {
     WirePlace& contribution = place.contributions[static_cast<size_t>(bridge_.host())];
     contribution = reducers_.own_contribution(reducer, own, contribution);
     const bool is_plain = cpu::is_from_tensor(contribution);  // goes out as it is
-    std::byte* outgoing = is_plain
-                              ? nullptr
-                              : buffer(chunk, 4,
-                                       encoded_bytes(shard) +
-                                           static_cast<size_t>(num_hosts()) * Scratch::kPlaceBytes);
+    std::byte* outgoing =
+        is_plain ? nullptr
+                 : buffer(chunk, 4,
+                          encoded_bytes(shard) + static_cast<size_t>(num_hosts()) * kPlaceBytes);
     for (int host = 0; host < num_hosts(); ++host) {
       if (host == bridge_.host()) continue;
       const Range part = part_of(chunk, host);
@@ -292,25 +286,24 @@ class HierarchicalSum {
 };
 
 template <typename R>
-void run(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-         const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
-  HierarchicalSum<R> sum(bridge, scratch, call, orders, buffers);
+void run(const Task& task) {
+  HierarchicalSum<R> sum(task);
   const Bridge::ShortSum short_sum{.contribute = [&] { return sum.contribution(); },
                                    .sum = [&] { sum.sum_contributions(); },
                                    .result_bytes = sum.short_bytes()};
-  bridge.run(call, own_timeout, [&] { sum.run(); }, sum.is_short() ? &short_sum : nullptr);
+  task.bridge.run(
+      task.call, task.own_timeout, [&] { sum.run(); }, sum.is_short() ? &short_sum : nullptr);
 }
 
 }  // namespace
 
-void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-                      const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout) {
-  if (call.kind == CollectiveKind::kReduceBucket) {
-    run<cpu::BucketReducer>(bridge, scratch, call, orders, buffers, own_timeout);
-  } else if (call.wire.is_block_scaled) {
-    run<cpu::BucketReducer>(bridge, scratch, as_bucket(call), orders, buffers, own_timeout);
+void hierarchical_sum(const Task& task) {
+  if (task.call.kind == CollectiveKind::kReduceBucket) {
+    run<cpu::BucketReducer>(task);
+  } else if (task.call.wire.is_block_scaled) {
+    run<cpu::BucketReducer>(as_bucket(task));
   } else {
-    run<cpu::Reducer>(bridge, scratch, call, orders, buffers, own_timeout);
+    run<cpu::Reducer>(task);
   }
 }
 

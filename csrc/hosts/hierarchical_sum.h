@@ -10,17 +10,11 @@
 // pipelined: while one is awaited, the messages of the next are on their way.
 #pragma once
 
-#include "cpu/buffers.h"
-#include "hosts/bridge.h"
 #include "hosts/reducers.h"
-#include "hosts/scratch.h"
-#include "schedule/call.h"
 
 namespace rota::hosts {
 
-// call: an all_reduce, reduce or reduce_bucket, whose `wire` travels between hosts. Every rank's
-// data becomes the sum.
-void hierarchical_sum(Bridge& bridge, Scratch& scratch, const Call& call, const LevelOrders& orders,
-                      const cpu::Buffers& buffers, std::optional<Nanoseconds> own_timeout);
+// An all_reduce, reduce or reduce_bucket. Every rank's data becomes the sum.
+void hierarchical_sum(const Task& task);
 
 }  // namespace rota::hosts

@@ -7,7 +7,6 @@
 #include <iostream>
 
 #include "hosts/bridge.h"
-#include "hosts/tags.h"
 
 namespace rota::hosts {
 namespace {

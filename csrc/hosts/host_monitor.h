@@ -44,8 +44,6 @@ class HostMonitor {
   explicit HostMonitor(Bridge& bridge);
   // Tells the other hosts that this rank has left, unless it has failed.
   ~HostMonitor();
-  HostMonitor(const HostMonitor&) = delete;
-  HostMonitor& operator=(const HostMonitor&) = delete;
 
   // From now on all ranks have one of these: who gives no sign of life is lost.
   void expect_signs();

@@ -1,20 +1,62 @@
-// The element work of sums over several hosts: within a host exact partial sums, between hosts
-// cpu::Reducer, or cpu::BucketReducer for gradient buckets and for scaled blocks, with hosts as
-// contributors.
+// What collectives over several hosts share: the calls of their parts within one host, and the
+// element work of sums. Within a host these are exact partial sums; between hosts cpu::Reducer, or
+// cpu::BucketReducer for gradient buckets and for scaled blocks, works with hosts as contributors.
 #pragma once
 
 #include <cstring>
+#include <optional>
 #include <span>
 #include <type_traits>
 
+#include "base/random_bits.h"
 #include "cpu/bucket_reducer.h"
 #include "cpu/element_loops.h"
 #include "cpu/reducer.h"
 #include "hosts/bridge.h"
-#include "hosts/local_calls.h"
+#include "hosts/scratch.h"
 #include "schedule/sum_order.h"
 
 namespace rota::hosts {
+
+// A call whose parts have these lengths, by rank.
+inline Call with_parts(Call call, std::span<const cpu::Part> parts) {
+  bool are_equal = true;
+  uint64_t total = 0;
+  uint64_t hash = 0;
+  for (const cpu::Part& part : parts) {
+    are_equal &= part.num_elems == parts[0].num_elems;
+    total += part.num_elems;
+    hash = mix(hash ^ (part.num_elems + 1));
+  }
+  call.num_elems = are_equal ? parts[0].num_elems : total;
+  call.uneven = are_equal ? 0 : hash | 1;
+  return call;
+}
+
+// Where a tensor would begin whose byte `offset` lies at `place`: for code that counts elements
+// from a tensor's start, but is given a chunk of it.
+inline void* element_zero(std::byte* place, uint64_t offset) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place) - offset);
+}
+
+// The sum of a host's contributions, before it is divided.
+constexpr ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum : op; }
+
+// A reduce-scatter among a host's ranks.
+inline Call local_reduce_scatter(DType dtype, ReduceOp op, const schedule::SumOrder& order,
+                                 std::span<const cpu::Part> parts) {
+  Call call{.kind = CollectiveKind::kReduceScatter,
+            .op = partial_op(op),
+            .dtype = dtype,
+            .wire = {dtype},
+            .hop = info(dtype).accumulate,
+            .order = order};
+  return with_parts(call, parts);
+}
+
+inline Call local_all_gather(std::span<const cpu::Part> parts) {
+  return with_parts({.kind = CollectiveKind::kAllGather}, parts);
+}
 
 // The order of a sum within each host and over the hosts.
 struct LevelOrders {
@@ -22,16 +64,26 @@ struct LevelOrders {
   schedule::SumOrder hosts;
 };
 
+// A call over several hosts, and what this rank runs it with.
+struct Task {
+  Bridge& bridge;
+  Scratch& scratch;
+  Call call;
+  LevelOrders orders{};
+  cpu::Buffers buffers{};
+  std::optional<Nanoseconds> own_timeout{};
+};
+
 // R: cpu::Reducer or cpu::BucketReducer.
 template <typename R>
 class LevelReducers {
  public:
-  // All must outlive this.
-  LevelReducers(Bridge& bridge, const Call& call, const LevelOrders& orders)
-      : bridge_(bridge),
-        call_(call),
-        orders_(orders),
-        accumulate_(kIsBucket ? DType::kFloat32 : info(call.dtype).accumulate) {}
+  // The task must outlive this.
+  explicit LevelReducers(const Task& task)
+      : bridge_(task.bridge),
+        call_(task.call),
+        orders_(task.orders),
+        accumulate_(kIsBucket ? DType::kFloat32 : info(call_.dtype).accumulate) {}
 
   // The size of an element of a partial sum, which is in the accumulate dtype.
   size_t elem_bytes() const { return info(accumulate_).num_bytes; }
@@ -103,11 +155,11 @@ class LevelReducers {
 };
 
 // A sum in scaled blocks of a tensor that is no gradient bucket.
-inline Call as_bucket(const Call& call) {
-  Call bucket = call;
-  bucket.kind = CollectiveKind::kReduceBucket;
-  bucket.pass = {.divisor = call.op == ReduceOp::kAvg ? call.pass.divisor : 1};
-  return bucket;
+inline Task as_bucket(Task task) {
+  Call& call = task.call;
+  call.kind = CollectiveKind::kReduceBucket;
+  call.pass = {.divisor = call.op == ReduceOp::kAvg ? call.pass.divisor : 1};
+  return task;
 }
 
 }  // namespace rota::hosts

@@ -141,12 +141,12 @@ std::optional<std::string> RemoteWindow::loss_of(int target) {
 
 // ---- serves
 
-size_t RemoteWindow::serve(int source, const WindowPeer::Request& request) {
-  if (request.packet().kind == Kind::kClosed) {
+size_t RemoteWindow::serve(int source, WindowPeer::Request& request) {
+  if (request.packet.kind == Kind::kClosed) {
     has_closed_[static_cast<size_t>(source)] = true;
     return 0;
   }
-  request.hold(std::shared_lock(mutex_));
+  request.lock = std::shared_lock(mutex_);
   if (window_ == nullptr || !window_->is_alive(service_.rank())) {
     throw RemoteFailure{ErrorKind::kPeerFailed,
                         join(service_.describe(service_.rank()), ' ', kHasClosed)};
@@ -159,16 +159,16 @@ size_t RemoteWindow::serve(int source, const WindowPeer::Request& request) {
 }
 
 // Nothing is written before all of the request has been checked.
-size_t RemoteWindow::serve_open(int source, const WindowPeer::Request& request) {
-  const WindowPacket& packet = request.packet();
+size_t RemoteWindow::serve_open(int source, WindowPeer::Request& request) {
+  const WindowPacket& packet = request.packet;
   switch (packet.kind) {
     case Kind::kPut:
       if (packet.num != packet.data_bytes) break;
-      window_->serve_put(packet.first, request.data());
+      window_->serve_put(packet.first, request.data);
       return 0;
     case Kind::kGet:
       if (packet.num > kPacketDataBytes) break;
-      window_->serve_get(packet.first, {request.answer_data(), packet.num});
+      window_->serve_get(packet.first, {request.answer_data, packet.num});
       return packet.num;
     case Kind::kAccumulate:
       serve_accumulate(request);
@@ -188,8 +188,8 @@ size_t RemoteWindow::serve_open(int source, const WindowPeer::Request& request) 
   refuse(service_.describe(service_.rank()), "its length is wrong");
 }
 
-void RemoteWindow::serve_accumulate(const WindowPeer::Request& request) {
-  const WindowPacket& packet = request.packet();
+void RemoteWindow::serve_accumulate(WindowPeer::Request& request) {
+  const WindowPacket& packet = request.packet;
   const std::string name = service_.describe(service_.rank());
   if (packet.dtype != static_cast<uint32_t>(dtype_) || !info(dtype_).is_reducible ||
       info(dtype_).accumulate != dtype_) {
@@ -206,8 +206,8 @@ void RemoteWindow::serve_accumulate(const WindowPeer::Request& request) {
       packet.data_bytes != (wire ? wire->num_bytes(packet.num) : packet.num * elem_bytes)) {
     refuse(name, "its length is wrong");
   }
-  window_->serve_accumulate(packet.first, request.data().data(), dtype_, packet.num, wire,
-                            [&] { request.still_busy(); });
+  window_->serve_accumulate(packet.first, request.data.data(), dtype_, packet.num, wire,
+                            [&] { request.peer.send_busy(); });
 }
 
 }  // namespace rota::hosts

@@ -11,13 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "core/remote_ranks.h"
 #include "core/window.h"
 #include "hosts/window_service.h"
 
 namespace rota::hosts {
 
-class RemoteWindow final : public RemoteRanks, public ServedWindow {
+class RemoteWindow final : public RemoteRanks {
  public:
   // number: of the window; its ranks agree on it, and the service has no other with it. The service
   // must outlive all but the destructor, which may run in a thread of the service.
@@ -45,13 +44,14 @@ class RemoteWindow final : public RemoteRanks, public ServedWindow {
   std::optional<std::string> loss_of(int target) override;
   std::string describe(int target) const override { return service_.describe(target); }
 
-  size_t serve(int source, const WindowPeer::Request& request) override;
+  // As WindowPeer::Serve. Called by several threads.
+  size_t serve(int source, WindowPeer::Request& request);
 
  private:
   WindowPacket packet(WindowPacket::Kind kind) const { return {.kind = kind, .window = number_}; }
   void ask(int target, const WindowPacket& packet, WaitObserver& observer);
-  size_t serve_open(int source, const WindowPeer::Request& request);
-  void serve_accumulate(const WindowPeer::Request& request);
+  size_t serve_open(int source, WindowPeer::Request& request);
+  void serve_accumulate(WindowPeer::Request& request);
 
   WindowService& service_;
   const uint64_t number_;

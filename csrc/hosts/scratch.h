@@ -9,34 +9,41 @@
 
 namespace rota::hosts {
 
+// What memory for elements starts at a multiple of, as the element loops like it.
+inline constexpr size_t kPlaceBytes = 64;
+
+struct FreePlaces {
+  void operator()(std::byte* bytes) const {
+    ::operator delete(bytes, std::align_val_t{kPlaceBytes});
+  }
+};
+using AlignedBytes = std::unique_ptr<std::byte, FreePlaces>;
+inline AlignedBytes aligned_bytes(size_t num_bytes) {
+  return AlignedBytes(
+      static_cast<std::byte*>(::operator new(num_bytes, std::align_val_t{kPlaceBytes})));
+}
+
 class Scratch {
  public:
-  // What two neighbours in a buffer start at a multiple of.
-  static constexpr size_t kPlaceBytes = 64;
   static constexpr size_t round_up(size_t num_bytes) {
     return (num_bytes + kPlaceBytes - 1) / kPlaceBytes * kPlaceBytes;
   }
 
-  // The buffer of this number, 64-byte aligned, with room for num_bytes. Invalidates what an
-  // earlier call has returned for it.
+  // The buffer of this number, with room for num_bytes. Invalidates what an earlier call has
+  // returned for it.
   std::byte* at_least(size_t number, size_t num_bytes) {
     if (number >= buffers_.size()) buffers_.resize(number + 1);
     Buffer& buffer = buffers_[number];
     if (buffer.num_bytes < num_bytes) {
       buffer = {};
-      buffer.bytes.reset(static_cast<std::byte*>(::operator new(num_bytes, kAlignment)));
-      buffer.num_bytes = num_bytes;
+      buffer = {aligned_bytes(num_bytes), num_bytes};
     }
     return buffer.bytes.get();
   }
 
  private:
-  static constexpr std::align_val_t kAlignment{kPlaceBytes};
-  struct Release {
-    void operator()(std::byte* bytes) const { ::operator delete(bytes, kAlignment); }
-  };
   struct Buffer {
-    std::unique_ptr<std::byte, Release> bytes;
+    AlignedBytes bytes;
     size_t num_bytes = 0;
   };
 

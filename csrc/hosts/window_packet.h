@@ -5,14 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <optional>
-#include <span>
 
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/wire_format.h"
+#include "hosts/scratch.h"
 
 namespace rota::hosts {
 
@@ -68,12 +66,9 @@ struct WindowPacket {
 // Memory of one packet, for a message; pages that no packet has reached take no memory.
 class PacketBuffer {
  public:
-  PacketBuffer() : bytes_(static_cast<std::byte*>(::operator new(kNumBytes, kAlignment))) {
-    new (bytes_.get()) WindowPacket;
-  }
+  PacketBuffer() { new (bytes_.get()) WindowPacket; }
 
-  // The data is aligned for the element loops.
-  static constexpr size_t kDataBegin = (sizeof(WindowPacket) + 63) / 64 * 64;
+  static constexpr size_t kDataBegin = Scratch::round_up(sizeof(WindowPacket));
   static constexpr size_t kNumBytes = kDataBegin + kPacketDataBytes + sizeof(uint64_t);
 
   WindowPacket& header() { return *reinterpret_cast<WindowPacket*>(bytes_.get()); }
@@ -96,12 +91,7 @@ class PacketBuffer {
   }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Release {
-    void operator()(std::byte* bytes) const { ::operator delete(bytes, kAlignment); }
-  };
-
-  std::unique_ptr<std::byte, Release> bytes_;
+  AlignedBytes bytes_ = aligned_bytes(kNumBytes);
 };
 
 }  // namespace rota::hosts

@@ -70,9 +70,9 @@ void WindowPeer::send(WindowPacket packet, const std::function<void(std::byte*)>
   asked.sent = connections_.send(asked.buffer.message(), asked.buffer.seal(), rank_, tag_);
 }
 
-size_t WindowPeer::packet_bytes() {
-  const std::lock_guard lock(mutex_);
-  return packet_bytes_;
+size_t WindowPeer::Call::packet_bytes() const {
+  const std::lock_guard lock(peer_.mutex_);
+  return peer_.packet_bytes_;
 }
 
 void WindowPeer::fit_packets(uint64_t number, Clock::duration passed) {
@@ -85,15 +85,17 @@ void WindowPeer::fit_packets(uint64_t number, Clock::duration passed) {
   num_asked_of_other_length_ = num_asked_;
 }
 
-bool WindowPeer::try_ask(const WindowPacket& packet) {
-  const std::lock_guard lock(mutex_);
-  if (loss_ || !has_room()) return false;
+void WindowPeer::send_or_lose(const WindowPacket& packet) {
   try {
     send(packet, nullptr, {}, nullptr);
   } catch (const std::exception& error) {
     lose(broken(error));
   }
-  return true;
+}
+
+void WindowPeer::try_ask(const WindowPacket& packet) {
+  const std::lock_guard lock(mutex_);
+  if (!loss_ && has_room()) send_or_lose(packet);
 }
 
 bool WindowPeer::is_quiet() {
@@ -166,11 +168,7 @@ std::optional<std::string> WindowPeer::loss() {
   if (silence_.is_too_long()) {
     lose(join(silence_.to_string(), "; ", kVanished));
   } else if (silence_.is_longer_than(kAskAfter) && num_asked_ == num_answered_.load()) {
-    try {
-      send({.kind = WindowPacket::Kind::kPing}, nullptr, {}, nullptr);
-    } catch (const std::exception& error) {
-      lose(broken(error));
-    }
+    send_or_lose({.kind = WindowPacket::Kind::kPing});
   }
   return loss_;
 }
@@ -259,7 +257,7 @@ void WindowPeer::serve(PacketBuffer& packet) {
   for (const MessageRef& sent : std::exchange(answer.sent_busy, {})) sent->wait(kForever);
   WindowPacket& reply = answer.buffer.header();
   reply = {.kind = WindowPacket::Kind::kDone, .number = header.number};
-  const Request request(*this, header, {packet.data(), header.data_bytes}, answer.buffer.data());
+  Request request{*this, header, {packet.data(), header.data_bytes}, answer.buffer.data()};
   try {
     reply.data_bytes = serve_(request);
   } catch (const RemoteFailure& failure) {

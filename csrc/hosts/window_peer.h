@@ -32,7 +32,7 @@
 #include "base/flag.h"
 #include "base/fork_safe.h"
 #include "base/waiter.h"
-#include "core/remote_ranks.h"
+#include "core/window.h"
 #include "hosts/connections.h"
 #include "hosts/silence.h"
 #include "hosts/window_packet.h"
@@ -42,33 +42,18 @@ namespace rota::hosts {
 class WindowPeer {
  public:
   // A request as it is served, in the peer's thread.
-  class Request {
-   public:
-    const WindowPacket& packet() const { return packet_; }
-    std::span<const std::byte> data() const { return data_; }
-    // For a get: where its answer's data goes, at most kPacketDataBytes.
-    std::byte* answer_data() const { return answer_data_; }
-    // Tells the peer that this takes long.
-    void still_busy() const { peer_.send_busy(); }
-    // Keep both until the answer is on its way: whoever needs the lock for itself may then tell the
-    // peer something that is not to overtake the answer. owner: of the lock's mutex.
-    void hold(std::shared_ptr<void> owner) const { owner_ = std::move(owner); }
-    void hold(std::shared_lock<std::shared_mutex> lock) const { lock_ = std::move(lock); }
-
-   private:
-    friend class WindowPeer;
-    Request(WindowPeer& peer, const WindowPacket& packet, std::span<const std::byte> data,
-            std::byte* answer_data)
-        : peer_(peer), packet_(packet), data_(data), answer_data_(answer_data) {}
-    WindowPeer& peer_;
-    const WindowPacket& packet_;
-    const std::span<const std::byte> data_;
-    std::byte* const answer_data_;
-    mutable std::shared_ptr<void> owner_;
-    mutable std::shared_lock<std::shared_mutex> lock_;  // goes first
+  struct Request {
+    WindowPeer& peer;
+    const WindowPacket& packet;
+    std::span<const std::byte> data;
+    std::byte* answer_data;  // of a get: where its answer's data goes, at most kPacketDataBytes
+    // Whoever serves it sets these, which are kept until the answer is on its way: whoever needs
+    // the lock for itself may then tell the peer something that is not to overtake the answer.
+    std::shared_ptr<void> owner{};               // of the lock's mutex
+    std::shared_lock<std::shared_mutex> lock{};  // goes first
   };
   // Returns the bytes of its answer's data. Throws RemoteFailure, which the peer gets.
-  using Serve = std::function<size_t(const Request&)>;
+  using Serve = std::function<size_t(Request&)>;
 
   // Requests of one call, cut into packets of which several are on their way.
   class Call {
@@ -86,7 +71,7 @@ class WindowPeer {
     // Waits until all are answered. Throws RemoteFailure.
     void finish();
     // How much data the next request, or its answer, should have.
-    size_t packet_bytes() const { return peer_.packet_bytes(); }
+    size_t packet_bytes() const;
 
    private:
     friend class WindowPeer;
@@ -102,12 +87,12 @@ class WindowPeer {
   WindowPeer(Connections& connections, int rank, int tag, std::string name, Serve serve);
   // Ends the thread; what is on its way may get lost.
   ~WindowPeer();
-  WindowPeer(const WindowPeer&) = delete;
-  WindowPeer& operator=(const WindowPeer&) = delete;
 
   const std::string& name() const { return name_; }
-  // Asks without waiting for room or for the answer; false if there is no room.
-  bool try_ask(const WindowPacket& packet);
+  // Asks without waiting for the answer, if there is room.
+  void try_ask(const WindowPacket& packet);
+  // Tells the peer that what it asks takes long. For its thread.
+  void send_busy();
   // Whether all requests are answered, or the peer is lost.
   bool is_quiet();
   bool is_lost();
@@ -139,13 +124,12 @@ class WindowPeer {
   bool await_packet(size_t posted);  // false: the thread ends
   void take(PacketBuffer& packet);
   void take_answer(PacketBuffer& packet);
-  size_t packet_bytes();
   void serve(PacketBuffer& packet);
-  void send_busy();
   // Guarded by the mutex, as what they change.
   bool has_room() const { return num_asked_ - num_answered_.load() < kMaxAsked; }
   void send(WindowPacket packet, const std::function<void(std::byte*)>& write_data,
             std::span<std::byte> result, Call* call);
+  void send_or_lose(const WindowPacket& packet);
   void lose(const std::string& why);
   // Once an answer has taken so long.
   void fit_packets(uint64_t number, Clock::duration passed);

@@ -1,9 +1,10 @@
 #include "hosts/window_service.h"
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
-#include "hosts/tags.h"
+#include "hosts/remote_window.h"
 
 namespace rota::hosts {
 
@@ -19,7 +20,7 @@ WindowService::WindowService(ConnectionsPtr connections, schedule::Hosts hosts, 
     }
     peers_.push_back(std::make_unique<WindowPeer>(
         *connections_, peer, kFirstWindowTag + number, describe(peer),
-        [this, peer](const WindowPeer::Request& request) { return serve(peer, request); }));
+        [this, peer](WindowPeer::Request& request) { return serve(peer, request); }));
   }
 }
 
@@ -36,7 +37,7 @@ bool WindowService::is_usable() {
   return std::ranges::none_of(peers_, [](const auto& peer) { return peer && peer->is_lost(); });
 }
 
-void WindowService::open(uint64_t number, std::shared_ptr<ServedWindow> window) {
+void WindowService::open(uint64_t number, std::shared_ptr<RemoteWindow> window) {
   const std::lock_guard lock(mutex_);
   windows_[number] = std::move(window);
 }
@@ -46,17 +47,17 @@ void WindowService::close(uint64_t number) {
   windows_.erase(number);
 }
 
-size_t WindowService::serve(int source, const WindowPeer::Request& request) {
-  const WindowPacket& packet = request.packet();
+size_t WindowService::serve(int source, WindowPeer::Request& request) {
+  const WindowPacket& packet = request.packet;
   if (packet.kind == WindowPacket::Kind::kPing) return 0;
-  std::shared_ptr<ServedWindow> window;
+  std::shared_ptr<RemoteWindow> window;
   {
     const std::lock_guard lock(mutex_);
     const auto found = windows_.find(packet.window);
     if (found != windows_.end()) window = found->second;
   }
   if (window) {
-    request.hold(window);
+    request.owner = window;
     return window->serve(source, request);
   }
   if (packet.kind == WindowPacket::Kind::kClosed) return 0;

@@ -2,7 +2,6 @@
 // that these may access. Made once for a group of ranks.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -16,13 +15,7 @@
 
 namespace rota::hosts {
 
-// A window of this rank, as ranks of other hosts ask for it. Called by several threads.
-class ServedWindow {
- public:
-  virtual ~ServedWindow() = default;
-  // As WindowPeer::Serve.
-  virtual size_t serve(int source, const WindowPeer::Request& request) = 0;
-};
+class RemoteWindow;
 
 class WindowService {
  public:
@@ -40,19 +33,19 @@ class WindowService {
   bool is_usable();
 
   // From now on requests to window `number` go to it. Ranks agree on numbers.
-  void open(uint64_t number, std::shared_ptr<ServedWindow> window);
+  void open(uint64_t number, std::shared_ptr<RemoteWindow> window);
   // They are refused. Those that are being served may still run.
   void close(uint64_t number);
 
  private:
-  size_t serve(int source, const WindowPeer::Request& request);
+  size_t serve(int source, WindowPeer::Request& request);
 
   const ConnectionsPtr connections_;
   const schedule::Hosts hosts_;
   const int rank_;
 
   std::mutex mutex_;
-  std::map<uint64_t, std::shared_ptr<ServedWindow>> windows_;  // guarded by it
+  std::map<uint64_t, std::shared_ptr<RemoteWindow>> windows_;  // guarded by it
   std::vector<std::unique_ptr<WindowPeer>> peers_;  // by rank; null: this host's. Go first.
 };
 

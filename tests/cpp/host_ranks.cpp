@@ -11,7 +11,7 @@
 namespace rota::test {
 
 void HostRank::run(const Call& call, const cpu::Buffers& buffers) {
-  hosts::execute(bridge, scratch, call, {}, buffers, std::nullopt);
+  hosts::execute({bridge, scratch, call, {}, buffers});
 }
 
 void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRank&)>& body,

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "check.h"
-#include "hosts/tags.h"
+#include "hosts/connections.h"
 #include "random.h"
 #include "window_world.h"
 

@@ -126,7 +126,7 @@ void BridgedCollectives::run_here(const Operation& operation, const Call& call) 
 
 void BridgedCollectives::execute(const Call& call, const cpu::Buffers& buffers,
                                  OwnTimeout timeout) {
-  hosts::execute(*bridge_, scratch_, call, orders_of(call), buffers, timeout);
+  hosts::execute({*bridge_, scratch_, call, orders_of(call), buffers, timeout});
 }
 
 Call BridgedCollectives::planned(const BucketTensors& tensors, const BucketOptions& options) const {

@@ -1,6 +1,8 @@
 #include "tensor/hosts/remote_transfers.h"
 
 #include "core/call_scope.h"
+#include "cpu/copy.h"
+#include "hosts/connections.h"
 #include "tensor/errors.h"
 #include "tensor/gil.h"
 
