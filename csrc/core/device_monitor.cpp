@@ -67,8 +67,18 @@ void DeviceMonitor::run() {
 std::optional<Error> DeviceMonitor::look(const std::optional<cuda::Failure>& stall) {
   if (auto error = watch_.poll()) return error;
   if (const auto failure = kernels_.failure()) {
-    if (failure->kind == cuda::FailureKind::kTimeout) return timed_out(*failure);
-    if (failure->kind == cuda::FailureKind::kMismatch) return another_launch(*failure);
+    if (failure->kind == cuda::FailureKind::kTimeout) {
+      return Error(ErrorKind::kTimeout,
+                   join(watch_.prefix(), " waited ", milliseconds(communicator_.timeout()), " ms ",
+                        awaited(*failure), "; is rank ", failure->peer, " alive?"));
+    }
+    if (failure->kind == cuda::FailureKind::kMismatch) {
+      return Error(ErrorKind::kMismatch,
+                   join(watch_.prefix(), ": its kernel met that of another collective of ",
+                        communicator_.transport().describe(failure->peer), ' ', watch_.place(),
+                        "; every rank must replay the same CUDA graphs in the same order, also "
+                        "among other collectives"));
+    }
   }
   if (auto error = watch_.find_death()) return error;
   return find_departure(stall);
@@ -115,21 +125,6 @@ void DeviceMonitor::warn_about_stall(const cuda::Failure& stall) {
   if (!is_another_wait) return;
   std::cerr << join(watch_.prefix(), " has waited ", kStallAfter / std::chrono::seconds(1), " s ",
                     awaited(stall), "; still waiting\n");
-}
-
-Error DeviceMonitor::timed_out(const cuda::Failure& failure) const {
-  const auto waited =
-      std::chrono::duration_cast<std::chrono::milliseconds>(communicator_.timeout()).count();
-  return Error(ErrorKind::kTimeout, join(watch_.prefix(), " waited ", waited, " ms ",
-                                         awaited(failure), "; is rank ", failure.peer, " alive?"));
-}
-
-Error DeviceMonitor::another_launch(const cuda::Failure& failure) const {
-  return Error(ErrorKind::kMismatch,
-               join(watch_.prefix(), ": its kernel met that of another collective of ",
-                    communicator_.transport().describe(failure.peer), ' ', watch_.place(),
-                    "; every rank must replay the same CUDA graphs in the same order, also "
-                    "among other collectives"));
 }
 
 std::string DeviceMonitor::awaited(const cuda::Failure& failure) const {

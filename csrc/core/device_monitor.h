@@ -43,8 +43,6 @@ class DeviceMonitor {
   std::optional<Error> look(const std::optional<cuda::Failure>& stall);
   std::optional<Error> find_departure(const std::optional<cuda::Failure>& stall) const;
   void look_for_leavers();
-  Error timed_out(const cuda::Failure& failure) const;
-  Error another_launch(const cuda::Failure& failure) const;
   void warn_about_stall(const cuda::Failure& stall);
   // "for data of rank 1 (pid 7) in channel 3 (epoch 17, queued, step 0)".
   std::string awaited(const cuda::Failure& failure) const;

@@ -1,6 +1,6 @@
 // A group of ranks on several hosts: runs one collective at a time, compares the ranks' calls
 // across hosts, and turns any failure into an error on every rank, as core/communicator.h does on
-// one host. What collectives do is in hierarchical_sum.h and hierarchical_copies.h.
+// one host. What collectives do is in hierarchical_sum.cpp and hierarchical_copies.cpp.
 #pragma once
 
 #include <array>

@@ -2,9 +2,6 @@
 
 #include <cstring>
 
-#include "hosts/hierarchical_copies.h"
-#include "hosts/hierarchical_sum.h"
-
 namespace rota::hosts {
 namespace {
 

@@ -1,5 +1,6 @@
-#include "hosts/hierarchical_copies.h"
-
+// Collectives over several hosts that move or sum parts for each rank. Every byte crosses between
+// two hosts once: each rank exchanges it with its partner there (schedule/hosts.h), and the ranks
+// of a host share it through their memory. Chunks are pipelined.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -9,6 +10,7 @@
 
 #include "cpu/float_environment.h"
 #include "cpu/part_codec.h"
+#include "hosts/executor.h"
 #include "schedule/chunk.h"
 
 namespace rota::hosts {

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "base/host_device.h"
-#include "schedule/chunk.h"
 
 namespace rota::schedule {
 

@@ -45,7 +45,14 @@ void Endpoint::connect(int peer, const std::string& peer_address,
                        const std::function<void()>& check) {
   if (has_peer(peer)) return;
   try {
-    handshake(peer, peer_address, check);
+    const std::string who = join("rank ", peer);
+    auto address = in_classic_locale<std::istringstream>(peer_address);
+    Answer answer = ask(Address::read(address), static_cast<uint64_t>(rank_), {&memory_, &heap_},
+                        who, who + " has left the group; make a new one on every rank", check);
+    Peer mapped = map(peer, std::move(answer.process), answer.descriptors);
+    const std::lock_guard lock(listener_->mutex());
+    std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
+    if (!place) place.emplace(std::move(mapped));  // otherwise both sides have connected at once
   } catch (const Error&) {
     const std::lock_guard lock(listener_->mutex());
     // The peer may have connected to this rank meanwhile, and closed its endpoint afterwards.
@@ -77,18 +84,6 @@ void Endpoint::answer(UniqueFd& connection, ReceivedHello& received) {
   } else {
     send_hello(connection, own, {&memory_, &heap_});
   }
-}
-
-void Endpoint::handshake(int peer, const std::string& peer_address,
-                         const std::function<void()>& check) {
-  const std::string who = join("rank ", peer);
-  auto address = in_classic_locale<std::istringstream>(peer_address);
-  Answer answer = ask(Address::read(address), static_cast<uint64_t>(rank_), {&memory_, &heap_}, who,
-                      who + " has left the group; make a new one on every rank", check);
-  Peer mapped = map(peer, std::move(answer.process), answer.descriptors);
-  const std::lock_guard lock(listener_->mutex());
-  std::optional<Peer>& place = peers_[static_cast<size_t>(peer)];
-  if (!place) place.emplace(std::move(mapped));  // otherwise both sides have connected at once
 }
 
 Peer Endpoint::map(int peer, std::shared_ptr<PeerProcess> process,

@@ -52,7 +52,6 @@ class Endpoint final : private Exposed {
   // Maps what a peer has sent: its memory and its heap.
   Peer map(int peer, std::shared_ptr<PeerProcess> process,
            const std::vector<UniqueFd>& descriptors) const;
-  void handshake(int peer, const std::string& peer_address, const std::function<void()>& check);
 
   const int rank_;
   const size_t num_bytes_;

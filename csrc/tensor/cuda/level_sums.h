@@ -19,8 +19,8 @@ inline uint64_t in_tiles(uint64_t num_elems) {
   return schedule::ceil_div(num_elems, kTileElems) * kTileElems;
 }
 
-// Whether the kernels give a sum the bits of hosts/hierarchical_sum.h; the same on all ranks. call:
-// what ranks compare.
+// Whether the kernels give a sum the bits of hosts/hierarchical_sum.cpp; the same on all ranks.
+// call: what ranks compare.
 bool sums_on_gpus(const Call& call, const schedule::Hosts& hosts);
 
 class LevelSums {

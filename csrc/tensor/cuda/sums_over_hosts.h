@@ -1,5 +1,5 @@
 // Sums of CUDA tensors over several hosts (level_sums.h says of which), in the order and with the
-// roundings of hosts/hierarchical_sum.h, hence with the same bits: partial sums of a host in the
+// roundings of hosts/hierarchical_sum.cpp, hence with the same bits: partial sums of a host in the
 // accumulate dtype, one rounding to the wire format, the sum over the hosts at its owner in the
 // accumulate dtype, and one more rounding.
 #pragma once
