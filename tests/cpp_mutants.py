@@ -166,6 +166,14 @@ MUTANTS = (
         )
         for part in ("mapped", "own")
     ),
+    mutant(
+        "kernels-end-told-too-early",
+        ("joined_regions_failure",),
+        "core/device_monitor.cpp",
+        r"!kernels_\.have_ended\(\)",
+        UNTESTED,
+        CASE_FAILED,
+    ),
     unlocked("inbox-delivers-unlocked", INBOX, "const auto place", MESSAGES_OF_HOSTS),
     unlocked("inbox-enters-unlocked", INBOX, "const auto arrival", MESSAGES_OF_HOSTS),
     mutant(

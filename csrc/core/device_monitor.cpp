@@ -58,10 +58,17 @@ void DeviceMonitor::run() {
       std::cerr << join(error->what(), "; results of collectives on GPUs since are not valid\n");
       communicator_.fail(*error);
       kernels_.abort();
-      return;
+      return await_end(lock);
     }
     if (stall) warn_about_stall(*stall);
   }
+}
+
+void DeviceMonitor::await_end(std::unique_lock<std::mutex>& lock) {
+  while (!kernels_.have_ended()) {
+    if (ended_->wait_for(lock, kLookEvery, [this] { return is_ending_; })) return;
+  }
+  communicator_.waiter().publish(communicator_.transport().own_control().kernels_ended, 1);
 }
 
 std::optional<Error> DeviceMonitor::look(const std::optional<cuda::Failure>& stall) {

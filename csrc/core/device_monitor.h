@@ -1,7 +1,7 @@
 // Watches over the kernels of one communicator, which wait for other ranks while no thread of the
 // host waits for them: a thread that tells kernels when a rank has failed or died, the other ranks
-// when a kernel has given up, and the user for whom one has waited long. Calls no CUDA, which could
-// hold it up where all depends on it.
+// when a kernel has given up, and the user for whom one has waited long. While kernels may wait, it
+// calls no CUDA, which could hold it up where all depends on it.
 #pragma once
 
 #include <atomic>
@@ -28,6 +28,7 @@ class DeviceMonitor {
     std::function<std::optional<cuda::Failure>()> take_stall;
     std::function<void(int num_left)> set_num_left;
     std::function<void()> abort;
+    std::function<bool()> have_ended;  // may call CUDA
   };
 
   DeviceMonitor(Communicator& communicator, Kernels kernels);
@@ -39,6 +40,9 @@ class DeviceMonitor {
 
  private:
   void run();
+  // Once kernels were told to return: tells the other ranks when the last one has, since memory
+  // that it writes into may be freed only then (core/joined_regions.h).
+  void await_end(std::unique_lock<std::mutex>& lock);
   // What has gone wrong on any rank, if anything. stall: whom a kernel waits for, if for long.
   std::optional<Error> look(const std::optional<cuda::Failure>& stall);
   std::optional<Error> find_departure(const std::optional<cuda::Failure>& stall) const;

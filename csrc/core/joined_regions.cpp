@@ -19,9 +19,6 @@ using Clock = std::chrono::steady_clock;
 // cudaIpcGetMemHandle, and keeps it until the last one has unmapped it, as it does by design for
 // torch's symmetric memory. That is the second line of defence; these steps are the first.
 constexpr Nanoseconds kPatience = std::chrono::seconds(2);
-// In a failed group, ranks may never reach close(). Their kernels return: the monitors see a
-// failure within a few ms.
-constexpr Nanoseconds kPatienceOfFailed = std::chrono::milliseconds(200);
 
 // Gives up on a peer that has no kernels left or does not come.
 class PeerObserver final : public WaitObserver {
@@ -29,28 +26,22 @@ class PeerObserver final : public WaitObserver {
   PeerObserver(const transport::Transport& transport, int peer, Clock::time_point since)
       : transport_(transport), peer_(peer), since_(since) {}
 
-  // A rank departs only after it has released its regions.
+  // A rank departs only after it has released its regions. One that has failed may never reach
+  // close(); its monitor says when its kernels have ended (core/device_monitor.h).
   std::optional<Error> poll() override {
-    return give_up(transport_.region(peer_).control().departed.load() != 0);
+    const transport::ControlBlock& control = transport_.region(peer_).control();
+    return give_up(control.departed.load() != 0 || control.kernels_ended.load() != 0);
   }
 
   // A process that the kernel has begun to end may still have kernels on its GPU.
   std::optional<Error> tick(Nanoseconds) override {
     if (auto gone = poll()) return gone;
     const std::vector<int> ended = transport_.find_ended_peers();
-    const Nanoseconds patience = has_failed() ? kPatienceOfFailed : kPatience;
     return give_up(std::find(ended.begin(), ended.end(), peer_) != ended.end() ||
-                   Clock::now() - since_ >= patience);
+                   Clock::now() - since_ >= kPatience);
   }
 
  private:
-  bool has_failed() const {
-    for (int rank = 0; rank < transport_.world_size(); ++rank) {
-      if (transport_.region(rank).control().abort.load() != 0) return true;
-    }
-    return false;
-  }
-
   static std::optional<Error> give_up(bool is_hopeless) {
     if (!is_hopeless) return std::nullopt;
     return Error(ErrorKind::kPeerFailed, "not waited for any longer");

@@ -51,6 +51,7 @@ struct alignas(kPageBytes) ControlBlock {
   Flag departed;          // 1 once the owner has closed its communicator
   Flag regions_left;      // steps that the owner has taken to release GPU regions: odd, its
                           // kernels have ended; even, it has unmapped those of its peers
+  Flag kernels_ended;     // 1 once the owner has failed and none of its kernels runs
   Flag abort;             // 1 once the owner has failed; payload: ErrorKind, has_cause()
   char abort_text[1024];  // zero-terminated; written before abort
   Flag link_opened[kMaxWorldSize];  // by receiver: 1 once there are posts of that link

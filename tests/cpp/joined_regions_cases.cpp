@@ -17,9 +17,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kLate{100};
-// Shorter than ranks wait for an absent one, and longer than they wait in a group that has failed
-// (core/joined_regions.cpp).
-constexpr milliseconds kPrompt{1500};
+constexpr milliseconds kPrompt{1500};  // shorter than ranks wait for an absent one
 
 // What all ranks have done so far.
 struct Progress {
@@ -94,6 +92,20 @@ void a_rank_that_has_left_is_not_waited_for() {
   check(is_right, "regions were let go of in another order");
 }
 
+// Of a rank that has failed: they end late.
+DeviceMonitor::Kernels ending_kernels(Progress& progress) {
+  return {.failure = [] { return std::nullopt; },
+          .take_stall = [] { return std::nullopt; },
+          .set_num_left = [](int) {},
+          .abort = [] {},
+          .have_ended =
+              [&progress, end = Clock::now() + kLate] {
+                if (Clock::now() < end) return false;
+                ++progress.num_done;
+                return true;
+              }};
+}
+
 // Rank 1 keeps its regions until rank 0 has released its own.
 Clock::duration time_to_drop_alone(bool has_failed) {
   Progress progress;
@@ -103,14 +115,20 @@ Clock::duration time_to_drop_alone(bool has_failed) {
     std::optional<JoinedRegions> regions(std::in_place, communicator,
                                          make_regions(progress, 1, is_right));
     if (communicator.rank() == 1) {
-      if (has_failed) communicator.abort("on purpose");
+      std::optional<DeviceMonitor> monitor;
+      if (has_failed) {
+        communicator.abort("on purpose");
+        monitor.emplace(communicator, ending_kernels(progress));
+      }
       is_through.wait(false);
       return;
     }
     ++progress.num_done;
     time = time_to_drop(regions);
+    const int num_done = progress.num_done;
     is_through = true;
     is_through.notify_all();
+    check(num_done == 2 || !has_failed, "a region was freed under a failed rank's kernels");
   });
   return time;
 }
@@ -121,7 +139,7 @@ void a_rank_that_does_not_come_is_waited_for_once() {
   check(time < 2 * kPrompt, "waited for it in both steps");
 }
 
-void a_rank_that_has_failed_is_waited_for_briefly() {
+void a_rank_that_has_failed_is_waited_for_until_its_kernels_have_ended() {
   check(time_to_drop_alone(true) < kPrompt, "waited long in a group that has failed");
 }
 
@@ -150,7 +168,8 @@ void kernels_do_not_wait_for_a_rank_that_leaves() {
                                                    [&] {
                                                      is_aborted = true;
                                                      is_aborted.notify_all();
-                                                   }});
+                                                   },
+                                               .have_ended = [] { return true; }});
     is_watched = true;
     is_watched.notify_all();
     is_aborted.wait(false);
@@ -165,7 +184,7 @@ const CaseTable kCases{
     {"joined_regions_anew", regions_can_be_made_anew},
     {"joined_regions_departure", a_rank_that_has_left_is_not_waited_for},
     {"joined_regions_absence", a_rank_that_does_not_come_is_waited_for_once},
-    {"joined_regions_failure", a_rank_that_has_failed_is_waited_for_briefly},
+    {"joined_regions_failure", a_rank_that_has_failed_is_waited_for_until_its_kernels_have_ended},
     {"joined_regions_kernels", kernels_do_not_wait_for_a_rank_that_leaves},
 };
 

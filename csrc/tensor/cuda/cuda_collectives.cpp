@@ -62,7 +62,8 @@ CudaCollectives::CudaCollectives(std::shared_ptr<Communicator> communicator,
         DeviceMonitor::Kernels{.failure = [this] { return executor_->failure(); },
                                .take_stall = [this] { return executor_->take_stall(); },
                                .set_num_left = [this](int n) { executor_->set_num_left(n); },
-                               .abort = [this] { executor_->abort(); }});
+                               .abort = [this] { executor_->abort(); },
+                               .have_ended = [this] { return have_kernels_ended(); }});
   });
 }
 
@@ -84,6 +85,15 @@ CudaCollectives::~CudaCollectives() {
   }
   // The monitor and the executor are destroyed before the regions, when nothing of this rank runs
   // any more.
+}
+
+bool CudaCollectives::have_kernels_ended() const {
+  try {
+    const c10::DeviceGuard on_device(device_);
+    return executor_->is_idle();
+  } catch (const std::exception&) {
+    return true;  // The driver is gone, and with it all that ran.
+  }
 }
 
 void CudaCollectives::finish(const std::function<void()>& check_interrupt) {

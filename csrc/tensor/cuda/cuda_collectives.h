@@ -54,6 +54,8 @@ class CudaCollectives final : public Collectives {
     return launch(mode, stream_, op_type, title, tensors, body);
   }
 
+  bool have_kernels_ended() const;
+
   // Queues the call's kernel on the current stream.
   void run(const Call& call, uint64_t fingerprint, void* input, void* output);
   void run(const cuda::LaunchRequest& request);
