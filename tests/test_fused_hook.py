@@ -125,6 +125,14 @@ def test_gradient_predivide_factor_keeps_contributions_from_overflowing(
 
 
 @on_ranks(2)
+def test_gradients_travel_in_their_own_dtype_where_the_wire_has_none(rank: Rank) -> None:
+    rank.init("gloo")
+    ddp = make_ddp(ExactGradients(), rota.HookState(wire_dtype=None))
+    ddp(torch.full((2050,), 1 + 2**-20)).backward()
+    assert gradients_of(ddp).unique().tolist() == [1 + 2**-20]
+
+
+@on_ranks(2)
 def test_fused_hook_of_complex_parameters_equals_ddp_without_hook(rank: Rank) -> None:
     """test_random_ddp.py has other kinds of models and ways to train."""
     rank.init("gloo")

@@ -52,6 +52,14 @@ class RemoteTransfers::Transfer final : public HostWork {
     bridge_.inbox().enter(place_);
   }
 
+  // Ends a recv from any rank, unless a message has come.
+  void give_up(const Error& error) {
+    const std::function<void()> on_end = bridge_.inbox().leave(place_);
+    if (!on_end) return;
+    place_->error = error;
+    on_end();
+  }
+
   // A task. It may hold the last reference, and the release of tensors may run what closes the
   // group, which waits for the tasks behind this one: so its thread leaves the queue first.
   std::function<void()> ending(c10::intrusive_ptr<Transfer> self) {
@@ -181,22 +189,39 @@ WorkRef RemoteTransfers::start(Direction direction, const at::Tensor& tensor, in
   bridge_.check_usable(name(direction));
   check(direction, tensor, peer, tag);
   const auto transfer = c10::make_intrusive<Transfer>(*this, direction, tensor, peer, tag);
-  WorkRef send_before;  // released without the lock: what it holds may have finalizers
   if (direction == Direction::kSend) {
     transfer->begin_send();
-    const GilFreeLock lock(mutex_);
-    sending_.enqueue(transfer->ending(transfer));
-    ++num_unfinished_;
-    send_before = std::exchange(last_send_, transfer);
+    queue_end(transfer);
   } else {
     ++num_unfinished_;
     transfer->begin_recv(transfer);
-    const GilFreeLock lock(mutex_);
-    if (peer == kAnyRank && !is_looking_) looking_.enqueue([this] { look(); });
-    is_looking_ |= peer == kAnyRank;
+    if (peer == kAnyRank) look_for(*transfer);
   }
   if (mode == Launch::kBlocking) transfer->wait(kNoTimeout);
   return transfer;
+}
+
+void RemoteTransfers::queue_end(const c10::intrusive_ptr<Transfer>& send) {
+  ++num_unfinished_;
+  std::function<void()> task = send->ending(send);
+  WorkRef send_before;  // released without the lock: what it holds may have finalizers
+  try {
+    const GilFreeLock lock(mutex_);
+    sending_.enqueue(std::move(task));
+    send_before = std::exchange(last_send_, send);
+  } catch (const Error&) {  // no thread can be had
+    task();
+  }
+}
+
+void RemoteTransfers::look_for(Transfer& recv) {
+  try {
+    const GilFreeLock lock(mutex_);
+    if (!is_looking_) looking_.enqueue([this] { look(); });
+    is_looking_ = true;
+  } catch (const Error& error) {  // no thread can be had
+    recv.give_up(error);
+  }
 }
 
 // One thread looks for all of them, in the order of their calls, so that the first gets the first

@@ -38,7 +38,10 @@ class RemoteTransfers {
   class Transfer;
 
   void check(Direction direction, const at::Tensor& tensor, int peer, int64_t tag) const;
-  // While recvs from any rank have no message: looks for messages of this host.
+  void queue_end(const c10::intrusive_ptr<Transfer>& send);
+  // Sees to it that a thread looks for messages of this host.
+  void look_for(Transfer& recv);
+  // While recvs from any rank have none.
   void look();
 
   hosts::Bridge& bridge_;

@@ -57,7 +57,7 @@ class HookState:
         engine: as in rota.Communicator, where the ranks are on several hosts: hooks have a
             communicator of their own, which all hooks of a group share.
         wire_dtype: the dtype on the wire, one of torch.float32, bfloat16, float16, float8_e4m3fn or
-            float8_e5m2. Sums are kept in float32.
+            float8_e5m2; None is that of the gradients, one of these too. Sums are kept in float32.
         block_scaling: scale each block of 32 or 64 elements by its own power of two, so that none
             overflows and few underflow (E8M0 scales as in the OCP Microscaling specification 1.0);
             for float16 and float8, where None means True. Blocks are counted from the start of a
@@ -118,7 +118,7 @@ class HookState:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        wire_dtype: torch.dtype = torch.float16,
+        wire_dtype: torch.dtype | None = torch.float16,
         *,
         engine: dist.ProcessGroup | None = None,
         block_scaling: bool | None = None,
@@ -151,7 +151,7 @@ class HookState:
                 ("error_feedback", error_feedback),
             ):
                 options.check_flag(name, flag)
-            options.check_wire("rota.HookState", wire_dtype, in_blocks)
+            options.check_wire("rota.HookState", wire_dtype or torch.float32, in_blocks)
             if inter_wire_dtype is not None:
                 between = options.scales_blocks(inter_wire_dtype)
                 options.check_wire("rota.HookState", inter_wire_dtype, between)
@@ -422,7 +422,7 @@ class HookState:
         seed = None
         if self.stochastic_rounding:
             seed = split_mix_64(self._seed, self._num_reductions)
-        wire_dtype, block_scaling = self.wire_dtype, self.block_scaling
+        wire_dtype, block_scaling = self.wire_dtype or buffer.dtype, self.block_scaling
         if self.inter_wire_dtype is not None and communicator.num_hosts > 1:
             wire_dtype = self.inter_wire_dtype
             block_scaling = options.scales_blocks(wire_dtype)
