@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -39,25 +38,17 @@ class Checkpoint:
     """Versions of each rank's state in memory that survives the ranks, and on another host.
 
     `save` copies this rank's state to shared memory of a keeper, a small process per host that no
-    launcher kills. After a failure, ranks that start again on the host `load` the newest version
-    that all ranks have, at the speed of a memcpy. With ranks on several hosts each version is also
-    copied to the next host, so that a lost host's ranks get it from there. (As GEMINI does, Wang et
-    al., SOSP 2023, and the local checkpoints of NVIDIA's Resiliency Extension; the copy on disk is
-    torch.distributed.checkpoint's.)
-
-    - Two versions of each rank are kept in turn, so there is a whole one whenever a process is
-      killed. A version is whole once all of it has been copied; its checksums are compared on load.
-    - The keeper ends, and the memory with it, when all ranks of its host have called close(). If
-      they end in another way, it stays for `linger`, and as long as their launcher runs. Nothing
-      is left in /dev/shm or on disk.
-    - A keeper that is killed has a successor at the next save() or load(). What ranks have saved
-      that are dead by then is lost with it, except on the other host.
+    launcher kills, and to the next host if there are several. After a failure, ranks that start
+    again `load` the newest version that all ranks have: two are kept in turn, so one is whole
+    whenever a process is killed. docs/checkpoint.md says what is promised, and when keepers end.
+    (As GEMINI does, Wang et al., SOSP 2023, and the local checkpoints of NVIDIA's Resiliency
+    Extension.)
 
     save(), load() and load_from_disk() are collective: every rank calls them in the same order. If
-    one fails on a rank, it raises on all; once a rank has started again, all call load().
+    one fails on a rank, it raises on all; once a rank has started again, all call load(). One
+    thread at a time may use a Checkpoint.
 
-    One thread at a time may use a Checkpoint. As a context manager it closes itself, unless the
-    block is left by an exception.
+    A `with` block closes it, with keep=True if an exception leaves the block.
 
     Args:
         store_or_group: a torch Store that outlives all ranks, or a process group, whose store,
@@ -107,13 +98,10 @@ class Checkpoint:
         timeout: timedelta | None = None,
     ) -> None:
         store, self._rank, self._world_size = _place_of(store_or_group, rank, world_size)
-        if isinstance(store_or_group, dist.ProcessGroup):
-            self._sessions = Sessions(store, name, end_watch(store_or_group))
-            self._timeout = timeouts.of_group(store_or_group)
-        else:
-            self._sessions = Sessions(store, name)
-            self._timeout = timeouts.of_store(store)
-        self._timeout = timeouts.checked_positive(timeout, WHAT, self._timeout)
+        group = store_or_group if isinstance(store_or_group, dist.ProcessGroup) else None
+        self._sessions = Sessions(store, name, None if group is None else end_watch(group))
+        default = timeouts.of_store(store) if group is None else timeouts.of_group(group)
+        self._timeout = timeouts.checked_positive(timeout, WHAT, default)
         if not isinstance(linger, timedelta):
             raise TypeError(f"{WHAT}: linger is {linger!r}, expected a datetime.timedelta")
         if job is not None and not isinstance(job, str):
@@ -156,13 +144,12 @@ class Checkpoint:
         """The keeper of this host, as of the last call."""
         return self._link.pid
 
-    # ---- save ----
+    # ---- save
 
     def save(self, step: int, state: object) -> None:
-        """Copies this rank's state to memory, as the newest version, and to the next host. Blocks.
+        """Copies this rank's state to memory, and to the next host; blocks until all ranks have.
 
-        Returns once all ranks have this version, and keeps the one before until then. Each copy
-        takes one pass over the bytes; the first two also reserve the memory.
+        Each copy takes one pass over the bytes; the first two calls also reserve the memory.
 
         Args:
             step: at least 0, growing from call to call; the same on all ranks.
@@ -174,9 +161,8 @@ class Checkpoint:
             TypeError, ValueError: a tensor is elsewhere, a value cannot be pickled, or the step
                 does not grow. The others raise rota.TransportError, which names this rank.
             rota.TransportError: memory is short.
-            rota.PeerFailed: a rank has ended.
+            rota.PeerFailed, rota.Timeout: a rank has ended, or not saved in time; names it.
             rota.Mismatch: ranks differ in the step.
-            rota.Timeout: a rank has not saved in time; names it.
 
         After an error no rank loads this version, and the last one is whole.
         """
@@ -185,28 +171,25 @@ class Checkpoint:
         if session is None:
             session = self._begin("save", {}, deadline)
             self._protect(self._newest_common(session))
-        sources = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
+        sources = self._sources()
+
+        def exchange(own: Version | None) -> None:
+            if self._exchange is not None:
+                sends = {self._holder_of[self._rank]: own}
+                self._exchange.run(sends, {owner: owner for owner in sources}, self._holdings.room)
 
         def copy() -> Version:
             self._holdings.ensure_keeper()
-            problem: Exception | None = None
-            version: Version | None = None
             try:
                 self._check_step(step)
                 identity = Identity(session.number, step, session.token, self._world_size)
                 version = write_version(
                     Contents.of(state), identity, self._rank, self._holdings.room
                 )
-            except Exception as error:  # raised once the next host knows
-                problem = error
-            if self._exchange is not None:
-                self._exchange.run(
-                    {self._holder_of[self._rank]: version},
-                    {owner: owner for owner in sources},
-                    self._holdings.room,
-                )
-            if version is None:
-                raise problem or RotaError(f"{WHAT}.save: nothing was saved")
+            except Exception:  # raised once the next host knows
+                exchange(None)
+                raise
+            exchange(version)
             self._holdings.ensure_keeper()
             return version
 
@@ -221,20 +204,19 @@ class Checkpoint:
     def _check_step(self, step: int) -> None:
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"{WHAT}.save: step is {step!r}, expected an int of at least 0")
-        newest = self._newest
-        if newest is not None and step <= newest.identity.step:
+        if self._newest is not None and step <= (newest := self._newest.identity.step):
             raise ValueError(
-                f"{WHAT}.save: step {step} comes after step {newest.identity.step}; steps must "
+                f"{WHAT}.save: step {step} comes after step {newest}; steps must "
                 f"grow; nothing was saved; load() an older version to go back"
             )
 
-    # ---- load ----
+    # ---- load
 
     def load(self, into: Any = None) -> tuple[int, Any] | None:
         """Returns the newest version that all ranks have whole; None if there is none. Blocks.
 
-        Every rank gets its own state of the same step. What this host does not have comes from the
-        host that has its replica. Warns if some ranks have versions, but not all the same one.
+        Every rank gets its own state of the same step, from a replica if this host has lost it.
+        Warns if some ranks have versions, but not all the same one.
 
         Args:
             into: a state with tensors of the same names, shapes and dtypes, which are filled and
@@ -250,8 +232,7 @@ class Checkpoint:
             rota.TransportError: a checksum differs: names the rank and the tensor, on all ranks.
                 `into` is then partly filled. The next load() takes the replica or the version
                 before.
-            rota.PeerFailed: a rank has ended.
-            rota.Timeout: a rank did not call load() in time; names it.
+            rota.PeerFailed, rota.Timeout: as save().
         """
         deadline = self._deadline()
         session = self._begin("load", {}, deadline)
@@ -285,7 +266,7 @@ class Checkpoint:
         self._newest = version
         return identity.step, unpickle_with(version.tail.rest, originals.__getitem__)
 
-    # ---- disk ----
+    # ---- disk
 
     def save_to_disk(self, directory: str | Path, *, async_op: bool = False) -> Future[Path]:
         """Writes the version that was saved or loaded last. Not collective; each rank calls it.
@@ -321,11 +302,7 @@ class Checkpoint:
             into: as in load().
             step: this one instead.
 
-        Returns:
-            The step and the state; None if there is none.
-
-        Raises:
-            As load().
+        Returns and raises what load() does.
         """
         directory = Path(directory)
         deadline = self._deadline()
@@ -349,7 +326,7 @@ class Checkpoint:
             target.copy_(tensor)
         return identity.step, unpickle_with(rest, originals.__getitem__)
 
-    # ---- end ----
+    # ---- end
 
     def close(self, *, keep: bool = False) -> None:
         """Ends this rank's part; waits for what is written to disk. Idempotent, not collective.
@@ -375,7 +352,7 @@ class Checkpoint:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.close(keep=error is not None)
 
-    # ---- sessions ----
+    # ---- sessions
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout.total_seconds()
@@ -388,7 +365,7 @@ class Checkpoint:
         self._holdings.ensure_keeper()
         held = on_disk if call == "load_from_disk" else self._holdings.identities()
         claim = RankClaim(self._rank, self._world_size, call, held)
-        session = self._sessions.begin(claim, deadline, partial(_left, self._link))
+        session = self._sessions.begin(claim, deadline, self._link.left)
         self._holder_of = replica_holders(session.claims) if self._replicate else {}
         if self._holder_of:
             # Gloo's last connection is complete on one rank before it is on the other. Without this
@@ -413,7 +390,7 @@ class Checkpoint:
                 self._session = None
             raise
 
-    # ---- which version ----
+    # ---- which version
 
     def _newest_common(self, session: Session) -> Identity | None:
         whole = [identity for identity in session.identities() if session.whole(identity)]
@@ -426,13 +403,16 @@ class Checkpoint:
                 f"has {self._world_size}; start as many, or save() anew"
             )
         if self._exchange is None:  # then nothing comes from another host
-            whole = [identity for identity in whole if session.whole_in_place(identity)]
+            whole = [identity for identity in whole if session.whole(identity, in_place=True)]
         return max(whole, default=None)
 
     def _protect(self, identity: Identity | None) -> None:
-        owners = [rank for rank in self._holder_of if self._holder_of[rank] == self._rank]
-        for owner in (self._rank, *owners):
+        for owner in (self._rank, *self._sources()):
             self._holdings.slots(owner).protect(identity)
+
+    # The ranks whose replicas this one holds.
+    def _sources(self) -> list[int]:
+        return [rank for rank, holder in self._holder_of.items() if holder == self._rank]
 
     # The ranks whose state belongs on this host.
     def _owners_here(self, session: Session) -> set[int]:
@@ -471,7 +451,7 @@ class Checkpoint:
             if server == self._rank
         }
         sources = {o: server for o, server in server_of.items() if o == self._rank}
-        self._exchange.run(dict(sends), sources, self._holdings.room)
+        self._exchange.run(sends, sources, self._holdings.room)
         if sources:
             self._holdings.slots(self._rank).protect(identity)
 
@@ -495,14 +475,6 @@ def _place_of(
             f"and rank from 0 to world_size - 1"
         )
     return store_or_group, rank, world_size
-
-
-# Keeps no checkpoint alive.
-def _left(link: KeeperLink) -> list[int]:
-    try:
-        return link.left()
-    except KeeperLost:
-        return []
 
 
 def _job_name(store: dist.Store, job: str | None) -> str:

@@ -40,18 +40,12 @@ class Look(NamedTuple):
 
 @dataclass
 class Contents:
-    """A state taken apart.
-
-    Attributes:
-        looks, tensors: of each tensor; plain ones on the CPU, of any strides.
-        originals: what they are in the state, such as a DTensor.
-        rest: everything else, pickled.
-    """
+    """A state taken apart."""
 
     looks: list[Look]
-    tensors: list[torch.Tensor]
-    originals: list[torch.Tensor]
-    rest: bytes
+    tensors: list[torch.Tensor]  # plain ones on the CPU, of any strides
+    originals: list[torch.Tensor]  # what they are in the state, such as a DTensor
+    rest: bytes  # everything else, pickled
 
     @classmethod
     def of(cls, state: object) -> Contents:

@@ -32,7 +32,6 @@ class Writer:
         self._memory_of: dict[Future[Path], Memory] = {}
 
     def start(self, version: Version, directory: Path) -> Future[Path]:
-        """Returns a future of the version's folder."""
         future = self._thread.submit(write, version, directory)
         self._memory_of = {f: memory for f, memory in self._memory_of.items() if not f.done()}
         self._memory_of[future] = version.memory
@@ -52,7 +51,6 @@ def folder_of(directory: Path, step: int, rank: int, world_size: int) -> Path:
 
 
 def write(version: Version, directory: Path) -> Path:
-    """Writes a version; returns its folder. Blocks."""
     import torch.distributed.checkpoint as dcp
 
     identity, rank = version.identity, version.tail.rank

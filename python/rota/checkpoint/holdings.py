@@ -7,8 +7,10 @@ gets it from here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from rota.checkpoint.keeper import SLOTS
@@ -18,12 +20,12 @@ from rota.checkpoint.version import Identity, Memory, Version
 T = TypeVar("T")
 
 
+@dataclass
 class Slots:
-    """The memory of one rank's state; `next` is the slot for the next version."""
+    """The memory of one rank's state."""
 
-    def __init__(self, memories: dict[int, Memory]) -> None:
-        self.memories = memories
-        self.next = 0
+    memories: dict[int, Memory]  # by slot
+    next: int = 0  # the slot for the next version
 
     def versions(self) -> dict[int, Version]:
         """The whole ones, by slot."""
@@ -78,13 +80,11 @@ class Holdings:
             return
         while True:
             self._link.connect()
-            try:
+            with contextlib.suppress(KeeperLost):
                 for owner, slots in self._slots.items():
                     for slot, memory in slots.memories.items():
                         self._link.keep(owner, slot, memory.fd)
                 return
-            except KeeperLost:
-                continue
 
     def room(self, owner: int, num_bytes: int) -> Memory:
         """Memory of at least num_bytes in the next slot, without a version; the other stays."""
@@ -105,7 +105,7 @@ class Holdings:
         return new
 
     def advance(self, owner: int) -> None:
-        """The version in the next slot is whole; the one after it takes the other."""
+        """The version in the next slot is whole."""
         slots = self.slots(owner)
         slots.next = 1 - slots.next
 
@@ -125,5 +125,4 @@ class Holdings:
                 self.ensure_keeper()
 
     def forget(self) -> None:
-        """Lets go of all memory here; the keeper has it."""
         self._slots = {}

@@ -105,12 +105,7 @@ class Member:
 
 
 class Keeper:
-    """Answers ranks until nobody needs the memory any more.
-
-    Args:
-        listener: the socket with the keeper's name.
-        job: what ranks must say they belong to.
-    """
+    """Answers ranks of a job until nobody needs the memory any more."""
 
     def __init__(self, listener: socket.socket, job: str) -> None:
         self._job = job

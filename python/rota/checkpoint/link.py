@@ -31,11 +31,9 @@ class KeeperLost(Exception):
 
 @dataclass(eq=False)
 class KeeperLink:
-    """One rank's connection; one thread at a time may use it.
+    """One rank's connection, for one thread at a time; methods are the requests of keeper.py.
 
-    The meeting is that of the store in which the job's living ranks meet. The launcher may start
-    ranks again as long as it runs. timeout_s is of finding or starting the keeper, and of each
-    request. pid is the keeper's.
+    timeout_s is of finding or starting the keeper, and of each request. pid is the keeper's.
     """
 
     job: str
@@ -80,17 +78,13 @@ class KeeperLink:
                 raise Timeout(f"{WHAT}: the keeper of job {self.job!r} does not answer")
 
     def keep(self, owner: int, slot: int, memory_fd: int) -> None:
-        """Gives the keeper memory of a rank's state, in place of what it had in this slot."""
         self._request({"ask": "keep", "owner": owner, "slot": slot}, [memory_fd])
 
     def drop(self, owner: int, slot: int) -> None:
-        """Lets the memory of a slot go."""
         self._request({"ask": "drop", "owner": owner, "slot": slot})
 
     def owners(self) -> list[int]:
-        """The ranks of whose state the keeper has memory."""
-        answer, _ = self._request({"ask": "owners"})
-        return list(answer["owners"])
+        return list(self._request({"ask": "owners"})[0]["owners"])
 
     def fetch(self, owner: int) -> dict[int, int]:
         """Descriptors of what the keeper has of a rank's state, by slot; the caller closes them."""
@@ -98,12 +92,13 @@ class KeeperLink:
         return dict(zip(answer["slots"], fds, strict=True))
 
     def left(self) -> list[int]:
-        """The ranks whose processes have ended since they joined this keeper."""
-        answer, _ = self._request({"ask": "left"})
-        return list(answer["left"])
+        """The ranks whose processes have ended since they joined this keeper, if it is there."""
+        try:
+            return list(self._request({"ask": "left"})[0]["left"])
+        except KeeperLost:
+            return []
 
     def finish(self) -> None:
-        """Tells the keeper that this rank needs nothing any more."""
         self._request({"ask": "finish"})
 
     def disconnect(self) -> None:

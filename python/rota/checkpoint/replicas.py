@@ -8,6 +8,7 @@ head, and last the head, which makes them a version.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +43,13 @@ def replica_holders(claims: Sequence[RankClaim]) -> dict[int, int]:
     }
 
 
+@dataclass(frozen=True)
 class Exchange:
     """Versions that leave and come at the same time, over an engine that connects all ranks."""
 
-    def __init__(self, engine: Any, who: Callable[[int], str], timeout: timedelta) -> None:
-        self._engine = engine  # a backend of c10d; torch's stubs lack send and recv
-        self._who = who
-        self._timeout = timeout
+    engine: Any  # a backend of c10d; torch's stubs lack send and recv
+    who: Callable[[int], str]
+    timeout: timedelta
 
     def run(
         self,
@@ -56,20 +57,19 @@ class Exchange:
         sources: dict[int, int],
         make_room: MakeRoom,
     ) -> None:
-        """Sends versions, by receiver, and receives others into new memory. Blocks.
+        """Sends versions, by receiver, and receives others from their sources, by owner. Blocks.
 
-        A version that this rank has failed to make is None. Sources are the senders, by owner, of
-        what comes here.
+        A version that this rank has failed to make is None.
         """
         lengths = {owner: torch.zeros(1, dtype=torch.int64, device="cpu") for owner in sources}
         works = [
-            (source, self._engine.recv([lengths[owner]], source, LENGTH_TAG))
+            (source, self.engine.recv([lengths[owner]], source, LENGTH_TAG))
             for owner, source in sources.items()
         ]
         for receiver, version in sends.items():
             num_bytes = FAILED if version is None else version.num_bytes
             length = torch.tensor([num_bytes], dtype=torch.int64, device="cpu")
-            works.append((receiver, self._engine.send([length], receiver, LENGTH_TAG)))
+            works.append((receiver, self.engine.send([length], receiver, LENGTH_TAG)))
         self._wait(works)
         failed = [owner for owner, length in lengths.items() if int(length) == FAILED]
         rooms: dict[int, Memory] = {}
@@ -88,22 +88,20 @@ class Exchange:
             except TransportError as error:
                 problem = problem or error
                 body = _nowhere(num_bytes - DATA_BEGIN)
-            works += [(source, self._engine.recv([part], source, DATA_TAG)) for part in body]
-            works.append((source, self._engine.recv([heads[owner]], source, HEAD_TAG)))
+            works += [(source, self.engine.recv([part], source, DATA_TAG)) for part in body]
+            works.append((source, self.engine.recv([heads[owner]], source, HEAD_TAG)))
         for receiver, version in sends.items():
             if version is not None:
                 content = version.memory.bytes[: version.num_bytes]
                 head, body = content[:DATA_BEGIN], content[DATA_BEGIN:].split(BUCKET_BYTES)
-                works += [
-                    (receiver, self._engine.send([part], receiver, DATA_TAG)) for part in body
-                ]
-                works.append((receiver, self._engine.send([head], receiver, HEAD_TAG)))
+                works += [(receiver, self.engine.send([part], receiver, DATA_TAG)) for part in body]
+                works.append((receiver, self.engine.send([head], receiver, HEAD_TAG)))
         self._wait(works)
         for owner, room in rooms.items():
             room.bytes[:DATA_BEGIN].copy_(heads[owner])
         if failed:
             raise TransportError(
-                f"{WHAT}: {', '.join(map(self._who, failed))} failed to save, so there is no "
+                f"{WHAT}: {', '.join(map(self.who, failed))} failed to save, so there is no "
                 f"replica of it here"
             )
         if problem is not None:
@@ -112,10 +110,10 @@ class Exchange:
     def _wait(self, works: Sequence[tuple[int, dist.Work]]) -> None:
         for peer, work in works:
             try:
-                work.wait(self._timeout)
+                work.wait(self.timeout)
             except RuntimeError as error:
                 raise PeerFailed(
-                    f"{WHAT}: the connection to {self._who(peer)} on another host is lost "
+                    f"{WHAT}: the connection to {self.who(peer)} on another host is lost "
                     f"({error}); when all ranks are back, load()"
                 ) from error
 

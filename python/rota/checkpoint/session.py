@@ -31,15 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankClaim(Claim):
-    """What a rank says at the start of a session.
+    """What a rank says at the start of a session."""
 
-    Attributes:
-        call: the method that begins it.
-        held: the whole versions that this rank can read, by the rank whose state they are.
-    """
-
-    call: str
-    held: dict[int, list[Identity]]
+    call: str  # the method that begins it
+    held: dict[int, list[Identity]]  # whole versions that it can read, by the rank whose they are
 
     @property
     def what(self) -> str:
@@ -88,19 +83,14 @@ class Session(JointSteps):
             for identity in identities
         }
 
-    def whole(self, identity: Identity) -> bool:
-        """Whether the state of every rank can be read somewhere."""
+    def whole(self, identity: Identity, *, in_place: bool = False) -> bool:
+        """Whether the state of every rank can be read somewhere; in_place: by the rank itself."""
         owners = {
             owner
             for claim in self.claims
             for owner, identities in claim.held.items()
-            if identity in identities
+            if identity in identities and not (in_place and owner != claim.rank)
         }
-        return owners >= set(range(identity.world_size))
-
-    def whole_in_place(self, identity: Identity) -> bool:
-        """Whether every rank can read its own."""
-        owners = {claim.rank for claim in self.claims if identity in claim.held.get(claim.rank, ())}
         return owners >= set(range(identity.world_size))
 
     def run(self, part: Callable[[], T], deadline: float, step: int = -1) -> T:

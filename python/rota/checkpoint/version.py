@@ -55,19 +55,13 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Tail:
-    """What describes a version.
-
-    Attributes:
-        looks: of the tensors, from which their places follow.
-        rest: of the state, without its tensors (contents.py).
-        checksums: words, one for each bucket of the tensors, in their order.
-    """
+    """What describes a version."""
 
     identity: Identity
     rank: int
-    looks: Sequence[Look]
-    rest: bytes
-    checksums: bytes
+    looks: Sequence[Look]  # of the tensors, from which their places follow
+    rest: bytes  # of the state, without its tensors (contents.py)
+    checksums: bytes  # words, one for each bucket of the tensors, in their order
 
     def to_bytes(self) -> bytes:
         looks = [tuple(look) for look in self.looks]
@@ -90,12 +84,8 @@ class Tail:
 
 
 class Memory:
-    """Shared memory, mapped; it lives as long as anybody maps it or has a descriptor of it.
-
-    Attributes:
-        fd: closed with this object.
-        bytes: uint8, of the whole memory.
-    """
+    """Shared memory, mapped (`bytes`, uint8); it lives as long as anybody maps it or has a
+    descriptor of it, such as `fd`, which is closed with this object."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._is_populated = False
@@ -143,14 +133,12 @@ class Memory:
             self._is_populated = True
             map_pages(self.bytes)
 
-    # ---- head ----
+    # ---- head
 
     def clear_head(self) -> None:
-        """From now on there is no version in it."""
         self._head.zero_()
 
     def write_head(self, tail_begin: int, tail: bytes) -> None:
-        """Makes what has been written a version."""
         buckets.write_checked(self._head, [MAGIC, tail_begin, len(tail), buckets.checksum(tail)])
 
     def version(self) -> Version | None:
@@ -182,15 +170,11 @@ def _too_little(num_bytes: int, why: str) -> TransportError:
 
 @dataclass(frozen=True)
 class Version:
-    """A whole version.
-
-    Attributes:
-        num_bytes: of the memory that are in use, from its start on.
-    """
+    """A whole version."""
 
     memory: Memory
     tail: Tail
-    num_bytes: int
+    num_bytes: int  # of the memory that are in use, from its start on
 
     @property
     def identity(self) -> Identity:
