@@ -26,7 +26,7 @@ class Arena:
 
     @property
     def address(self) -> str:
-        """For fetch(), as long as this lives. Others can only read."""
+        """For fetch() by others, as long as this lives."""
         if self._exposed is None:
             self._exposed = _C.ExposedTensor(self.bytes, 0, others_may_write=False)
         return self._exposed.address
@@ -66,7 +66,6 @@ class Arena:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor, as uint8 on its device."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
@@ -78,11 +77,7 @@ def lies_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def put_on(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Moves a tensor's storage to a place, with its contents.
-
-    False if these were only copied: the storage is on another device, or in memory that is not
-    torch's own.
-    """
+    """Moves a tensor's storage to a place, with its contents; False if it can only copy these."""
     if lies_on(tensor, place) or _C.move_storage(tensor, place, copies=True):
         return True
     place.copy_(storage_bytes(tensor))

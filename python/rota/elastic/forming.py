@@ -32,10 +32,8 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 class Forming:
-    """One attempt to form a generation, on one of its members, under a uuid that no other has used.
-
-    It is given the members' handles by rank, and waits for those that live until the timeout.
-    """
+    """One attempt to form a generation, on one of its members, under a uuid that no other has used;
+    handles are by rank."""
 
     def __init__(
         self,
@@ -161,15 +159,16 @@ class Forming:
     def _conclude_because_of(self, error: Exception) -> None:
         """Sets the outcome after an error here, which another member may know the cause of."""
         if isinstance(error, (PeerFailed, TransportError)):
-            deadline = time.monotonic() + GRACE_S
-            if poll(lambda: self._conclude_if_gone() or self._has_outcome(), deadline, POLL_S):
+
+            def has_outcome() -> bool:
+                is_gone = self._conclude_if_gone()
+                return is_gone or self._documents.read(self._key)["outcome"] is not None
+
+            if poll(has_outcome, time.monotonic() + GRACE_S, POLL_S):
                 return
         name = type(error).__name__
         kind = name if name in ("Mismatch", "ValueError") else "TransportError"
         self._conclude(kind, f"{self._own.who} failed: {error}")
-
-    def _has_outcome(self) -> bool:
-        return self._documents.read(self._key)["outcome"] is not None
 
     def _conclude_if_gone(self) -> bool:
         who = self._processes.describe_gone(self.handles)
@@ -230,7 +229,6 @@ def _silent(said: Said) -> list[str]:
 
 
 def _describe(said: Said) -> str:
-    """What each process has said, for an error."""
     texts = []
     for of_one in said.values():
         members = ", ".join(of_one["members"][name] for name in of_one["ranks"])

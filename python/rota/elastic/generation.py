@@ -33,9 +33,9 @@ from rota.window_setup import living_windows
 class Generation:
     """The ranks that train together until one is lost, leaves or joins; `Membership` makes it.
 
-    While it lasts, `torch.distributed`'s default group is that of its ranks, on backend "rota", and
-    groups, communicators, windows and models wrapped in DistributedDataParallel are made as always.
-    All of them end with it: later calls raise rota.RotaError, which names the generation.
+    While it lasts, `torch.distributed`'s default group is that of its ranks, on backend "rota".
+    What is made meanwhile ends with it: groups, communicators and windows then raise
+    rota.RotaError, which names the generation.
 
     Attributes:
         number: 1 for the first one of a job, and larger for each later one.
@@ -43,8 +43,7 @@ class Generation:
         rank, world_size: of this process.
         handles: of the members, by rank.
         communicator: over all ranks.
-        seconds: what its making took, by term: "end" of the one before, "wait" for the others,
-            "agree", "connect". For benchmarks.
+        seconds: what its making took, by term. For benchmarks.
     """
 
     communicator: Communicator
@@ -105,7 +104,10 @@ class Generation:
         Raises:
             rota.PeerFailed: a rank has died or left without this.
         """
-        self._check_not_ended()
+        if self._has_ended:
+            raise RotaError(
+                f"rota.elastic: {self} has ended; use the one that Membership.next returns"
+            )
         wants = leave or (self.rank == 0 and self._store.check([f"change/{self.uuid}"]))
         self._flag[0] = int(wants)
         self.communicator.all_reduce(self._flag, op="max")
@@ -141,12 +143,6 @@ class Generation:
     def __str__(self) -> str:
         return f"generation {self.number} ({self.uuid})"
 
-    def _check_not_ended(self) -> None:
-        if self._has_ended:
-            raise RotaError(
-                f"rota.elastic: {self} has ended; use the one that Membership.next returns"
-            )
-
 
 def end_groups(reason: str) -> None:
     """Aborts and destroys torch's groups, and rota's communicators and windows, of this process."""
@@ -154,7 +150,9 @@ def end_groups(reason: str) -> None:
         with contextlib.suppress(RotaError):
             communicator.abort(reason)
     for group in _torch.all_groups():
-        _abort(group, reason)
+        with contextlib.suppress(RuntimeError):  # one that is closed
+            if (backend := rota_backend(group)) is not None:
+                backend.abort(reason)
     for window in living_windows():
         window.close()
     if dist.is_initialized():
@@ -164,25 +162,14 @@ def end_groups(reason: str) -> None:
 
 
 def shares_host(generation: Generation, rank: int) -> bool:
-    """Whether a rank is on this one's host."""
     return any({rank, generation.rank} <= set(host) for host in generation.communicator.hosts)
 
 
 def check_results() -> None:
-    """Waits for the collectives that are queued on a GPU, and raises if one has failed.
-
-    Raises:
-        rota.PeerFailed, rota.Timeout, rota.Mismatch: gradients may not have been reduced.
-    """
+    """Communicator.check_results() of everything that was made in this generation."""
     for communicator in living_communicators():
         if is_of_this_generation(communicator.name):
             communicator.check_results()
     for group in _torch.all_groups():
         if (backend := rota_backend(group)) is not None:
             backend.check_results()
-
-
-def _abort(group: dist.ProcessGroup, reason: str) -> None:
-    with contextlib.suppress(RuntimeError):  # one that is closed
-        if (backend := rota_backend(group)) is not None:
-            backend.abort(reason)

@@ -41,10 +41,10 @@ class GroupMembers:
         timeout: timedelta | None,
         connect: Connect,
     ) -> None:
-        """Blocks until all members have agreed and connected; handles are by rank if ordered.
+        """As `rota.elastic.Membership.reconfigure`; handles are by rank if ordered.
 
         `connect` gets a store for this uuid alone, the rank, the number of members, and what raises
-        if one of them is gone. Raises what `rota.elastic.Membership.reconfigure` raises.
+        if one of them is gone.
         """
         forming = Forming(
             self._documents,

@@ -34,19 +34,15 @@ class Finished(RotaError):
 class Membership:
     """This process's part in a job whose processes come and go.
 
-    All processes of a job meet in one store, which must outlive each of them: a TCPStore whose
-    server is in none of them. `next` makes the members agree on a generation: who takes part, with
-    which ranks, under names that no earlier generation has used. Survivors keep their order, and
-    newcomers follow. No timeout decides who is lost: the kernel reports the end of a process.
-
-    (The store outside of all ranks and the agreement on one rank order are those of torch elastic's
-    rendezvous; that survivors keep their processes, as in torchft; that a failure while members
-    agree is one for all and can be tried again, as in c10d's reconfigure of torch 2.15.)
+    `next` makes the members agree on a generation: who takes part, with which ranks. Survivors keep
+    their order, and newcomers follow. No timeout decides who is lost: the kernel reports the end of
+    a process. (From torch elastic's rendezvous, torchft, and c10d's reconfigure: docs/elastic.md.)
 
     Making one does not wait. One process has one membership at a time.
 
     Args:
-        store: of the job, which supports compare_set; used for nothing else.
+        store: in which all processes of the job meet; it must outlive each of them, as a TCPStore
+            does whose server is in none, and supports compare_set. Used for nothing else.
         rank: a number to order ranks by: those that give one come before those that do not. The
             ranks themselves are always 0, 1, 2 and so on.
         timeout: of waits for members that live, and of the groups'; None: torch's default, 30
@@ -119,18 +115,14 @@ class Membership:
         start, after `Generation.is_over`, and after rota.PeerFailed.
 
         Args:
-            min_members: how many must have come before any of them goes on, if all of them say so;
-                otherwise the smallest number counts.
-
-        Returns:
-            The new generation, whose ranks torch.distributed's default group has now.
+            min_members: how many must have come before any goes on; the smallest of theirs counts.
 
         Raises:
             rota.elastic.Finished: the job is over.
             ValueError: several members ask for the same rank; raised by all. Or min_members is
                 no number from 1.
             rota.TransportError: a member could not connect, for want of memory for example; raised
-                by all. It may be called again.
+                by all, which may call it again.
             rota.Timeout: a living member did not come in time.
             rota.RotaError: torch.distributed is initialised, or this process has left.
         """
@@ -138,7 +130,7 @@ class Membership:
             raise ValueError(
                 f"rota.elastic: min_members is {min_members!r}, expected an int from 1 on"
             )
-        ended_s = self._end_present("{own} has gone on to the next one")
+        ended_s = self._end_present()
         while True:
             began = time.monotonic()
             try:
@@ -158,7 +150,7 @@ class Membership:
             return generation
 
     def reconfigure(self, uuid: str, handles: Sequence[str]) -> Generation:
-        """The same with members that the callers agree on by themselves, as torch 2.15's
+        """As `next`, with members that the callers agree on by themselves, like torch 2.15's
         reconfigure.
 
         Every member calls it with the same arguments. Either all return the generation, or all
@@ -173,9 +165,8 @@ class Membership:
                 one twice, or none of its own, which all say.
             rota.Mismatch: members were given different handles; says which.
             rota.PeerFailed: a member has died or left.
-            rota.TransportError, rota.Timeout: as `next`.
         """
-        ended_s = self._end_present("{own} has gone on to the next one")
+        ended_s = self._end_present()
         generation = self._form(self._number + 1, uuid, handles)
         generation.seconds = {"end": ended_s, **generation.seconds}
         return generation
@@ -183,23 +174,17 @@ class Membership:
     def leave(self) -> None:
         """Ends this process's part; the others go on without it. Does not wait. Idempotent.
 
-        Members that wait for it in a collective raise rota.PeerFailed; none does if all have agreed
-        before, by `Generation.is_over(leave=True)`. `next` comes back as a newcomer.
+        Members that wait for it in a collective raise rota.PeerFailed, unless all have agreed by
+        `Generation.is_over(leave=True)`. `next` comes back as a newcomer.
         """
-        self._end_present("{own} has left")
+        self._end_present("has left")
         self._withdraw(even_as_member=True)
         self._own.close()
         self._was_member = False
 
     def finish(self) -> None:
         """Leaves, because the work is done: members that have not come yet raise `Finished`."""
-
-        def finish(document: dict[str, Any]) -> None:
-            roster = Roster.of(document)
-            roster.is_finished = True
-            roster.write(document)
-
-        self._documents.change(_ROSTER, finish)
+        self._change(Roster.finish)
         self.leave()
 
     def read_note(self, key: str) -> str | None:
@@ -308,7 +293,6 @@ class Membership:
     # ---- a generation
 
     def _form(self, number: int, uuid: str, handles: Sequence[Handle | str]) -> Generation:
-        """Agrees with the others and connects to them."""
         if dist.is_initialized():
             raise RotaError(
                 "rota.elastic: torch.distributed is initialised; a membership makes the default "
@@ -339,12 +323,11 @@ class Membership:
         self._was_member = True
         return generation
 
-    def _end_present(self, reason: str) -> float:
+    def _end_present(self, how: str = "has gone on to the next one") -> float:
         """Ends the present generation; returns the seconds it took."""
         began = time.monotonic()
         if self._generation is not None:
-            own = f"rank {self._generation.rank}, {self._own.handle.who},"
-            self._generation.end(reason.format(own=own))
+            self._generation.end(f"rank {self._generation.rank}, {self._own.handle.who}, {how}")
             self._generation = None
         return time.monotonic() - began
 

@@ -10,16 +10,17 @@ whenever it reads or writes them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from rota import _torch
-from rota.shared.apart import pickle_without, take_apart, unpickle_with
+from rota.shared.apart import take_apart, unpickle_with
 
 
 @runtime_checkable
@@ -32,19 +33,14 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """Stands for a kept tensor in a state that goes to another process.
+    """Stands for a kept tensor in a state that goes to another process."""
 
-    Args:
-        storage: its number among the kept storages of all objects.
-        offset: in the storage, in elements, as `stride`.
-    """
-
-    storage: int
+    storage: int  # its number among the kept storages of all objects
     num_bytes: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # in the storage, in elements
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -99,14 +95,12 @@ class Snapshot:
         self._rest = rest
 
     def state(self) -> Any:
-        """The state, with tensors of its own."""
         copies = [copy.clone() for copy in self._copies]
         return unpickle_with(self._rest, copies.__getitem__)
 
 
 def _fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether the copy's memory can take the tensor; false for sparse and quantized ones, which
-    have other memory from one state to the next."""
+    """False for sparse and quantized ones, which have other memory from one state to the next."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
     return (
         is_plain
@@ -138,21 +132,17 @@ class Part:
         self.target.load_state_dict(state)
 
     def remember(self) -> None:
-        """Copies what a step changes before it can fail."""
+        """Copies volatile(): what a step changes before it can fail."""
         snapshot = self._snapshot or Snapshot()
-        try:
+        with refusing_unpicklable(self.name):
             snapshot.take(self.volatile())
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise _refusal(self.name, error) from error
         self._snapshot = snapshot
 
     def roll_back(self) -> None:
-        """Restores what was remembered last."""
         if self._snapshot is not None:
             self.restore(self._snapshot.state())
 
     def volatile(self) -> Any:
-        """What a step changes before it can fail."""
         return self.target.state_dict()
 
     def restore(self, volatile: Any) -> None:
@@ -320,16 +310,14 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return True
 
 
-def pickled_state(name: str, state: object, place_of: Callable[[torch.Tensor], object]) -> bytes:
-    """pickle_without() for a part's state; TypeError if a value cannot be pickled."""
+@contextlib.contextmanager
+def refusing_unpicklable(name: str) -> Iterator[None]:
     try:
-        return pickle_without(state, place_of)
+        yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise _refusal(name, error) from error
-
-
-def _refusal(name: str, error: Exception) -> TypeError:
-    return TypeError(f"rota.elastic.State: the state of {name} cannot be pickled: {error}")
+        raise TypeError(
+            f"rota.elastic.State: the state of {name} cannot be pickled: {error}"
+        ) from error
 
 
 def part_of(name: str, target: object) -> Part:

@@ -20,20 +20,11 @@ class Reservation:
     """Reserves and maps the memory for a copy of the job's state, in a thread of its own.
 
     Most of a transfer's time is the kernel's, which makes pages, and maps them and those of rank 0.
-    A process that is going to join has it done while it imports what it needs and makes its model,
-    and no other rank waits for it. Make one right after the membership, and hand it to
-    `State.take`. Making one does not wait.
+    With this, it does so while the process makes its model, and no other rank waits for it. Make
+    one right after the membership, and hand it to `State.take`. Making one does not wait.
 
     Args:
         membership: of this process, which has not joined yet.
-
-    Example:
-        >>> membership = rota.elastic.Membership(store)
-        >>> reservation = rota.elastic.Reservation(membership)
-        >>> model, optimizer = make_model()  # meanwhile
-        >>> state = rota.elastic.State(model=model, optimizer=optimizer)
-        >>> state.take(reservation)
-        >>> generation = membership.next()
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -46,11 +37,7 @@ class Reservation:
         thread.shutdown(wait=False)
 
     def arena(self) -> Arena | None:
-        """The memory, once; None if the job had no state. Blocks until all of it is there.
-
-        Raises:
-            rota.TransportError: there is too little memory.
-        """
+        """The memory, once; None if the job had no state. Blocks and raises as State.take()."""
         future, self._arena = self._arena, None
         return future.result() if future is not None else None
 

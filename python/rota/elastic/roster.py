@@ -14,24 +14,18 @@ class Roster:
     Processes are told apart by their names. A proposal names all that have arrived. The next one
     waits until each of its members has arrived again or is gone: so nobody misses a proposal that
     names it, and all know how one has ended before there is another.
-
-    Args:
-        number: of the proposal, counted from 1; 0: there was none yet.
-        uuid: of the proposal.
-        members: of the proposal, by rank.
-        clashes: ranks that several of them ask for, and who; then it cannot become a generation.
-        expected: the members that are not known to be gone.
-        arrived: the rank that each process asks for, or None, in the order of their arrival.
-        is_finished: nobody needs to come any more.
     """
 
+    # Of the proposal; 0: there was none yet.
     number: int = 0
     uuid: str = ""
-    members: list[str] = field(default_factory=list)
+    members: list[str] = field(default_factory=list)  # by rank
+    # Ranks that several of them ask for, and who; then it cannot become a generation.
     clashes: list[tuple[int, list[str]]] = field(default_factory=list)
-    expected: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)  # members that are not known to be gone
+    # The rank that each process asks for, or None, in the order of their arrival.
     arrived: dict[str, int | None] = field(default_factory=dict)
-    is_finished: bool = False
+    is_finished: bool = False  # nobody needs to come any more
 
     @staticmethod
     def of(document: dict[str, Any]) -> Roster:
@@ -58,15 +52,15 @@ class Roster:
         self.expected = [name for name in self.expected if name not in names]
         self.arrived = {name: rank for name, rank in self.arrived.items() if name not in names}
 
+    def finish(self) -> None:
+        self.is_finished = True
+
     def can_propose(self, min_members: int) -> bool:
         return not self.awaited and len(self.arrived) >= max(min_members, 1)
 
     def propose(self, uuid: str) -> None:
-        """Proposes a generation of all that have arrived.
-
-        Those that ask for a rank come first, in the order of these numbers. Of the others, members
-        of the last proposal keep their order, and newcomers follow in the order of their arrival.
-        """
+        """Proposes a generation of all that have arrived: those that ask for a rank, in the order
+        of these numbers, members of the last proposal in theirs, and newcomers as they arrived."""
         askers: dict[int, list[str]] = {}
         others: list[str] = []
         for name in self.present:

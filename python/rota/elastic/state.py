@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from rota.elastic.arena import Arena, lies_on, put_on, take_from
 from rota.elastic.generation import Generation, check_results, shares_host
-from rota.elastic.parts import ModulePart, Storages, part_of, pickled_state
+from rota.elastic.parts import ModulePart, Storages, part_of, refusing_unpicklable
 from rota.elastic.reservation import LAYOUT, Reservation
 from rota.errors import Mismatch, TransportError
 from rota.rendezvous.alike import check_alike
 from rota.rendezvous.joint import run_on_all
 from rota.shared.aligned import AlignedLayout
-from rota.shared.apart import unpickle_with
+from rota.shared.apart import pickle_without, unpickle_with
 
 # Shorter tensors that a state_dict() makes anew are pickled if they are on a GPU, or more than
 # plain numbers.
@@ -35,49 +35,38 @@ _FRESH = -1  # instead of a number of steps: the state comes from no training
 
 @dataclass(frozen=True)
 class _Offer:
-    """What the source tells: where its tensors lie, and all the rest.
-
-    Args:
-        kept: address and lengths of an arena.
-        loose: of another one, its address and the dtypes and shapes of its tensors.
-        states: by object, pickled, with KeptTensors and numbers for what is in the arenas.
-    """
+    """What the source tells: where its tensors lie, and all the rest."""
 
     num_steps: int
-    kept: tuple[str, list[int]]
+    kept: tuple[str, list[int]]  # address and lengths of an arena
+    # Of another one, its address and the dtypes and shapes of its tensors.
     loose: tuple[str, list[tuple[torch.dtype, torch.Size]]]
-    states: dict[str, bytes]
+    states: dict[str, bytes]  # by object, with KeptTensors and numbers for what is in the arenas
 
 
 class State:
     """Objects whose state is the same on all ranks, or may be taken from any of them.
 
-    A rank that joins, or has missed a step, copies it from the memory of a rank that lives: at the
-    speed of a memcpy (from another host by messages), and verified by a checksum. For that,
-    `commit` moves the storages of parameters and optimiser state to memory that the processes of
-    the host can read, as torch.Tensor.share_memory_ does; raw pointers and numpy arrays of them
-    then refer to old memory. Tensors that cannot move, such as those on a GPU, are copied there for
-    each transfer (not yet run on a GPU).
-
     `commit` ends a step. After a failure `synchronize` takes each rank back to its last commit:
-    gradients are dropped, and all but parameters and optimiser state is restored (random numbers,
-    data position, buffers, learning rates, counters and residuals of a HookState). Each commit
+    gradients are dropped, and all but parameters and optimiser state is restored. Each commit
     copies that, however long it is. Parameters and optimiser state must not change between the
-    first collective of a step and its optimizer.step(). A rank where an optimiser has changed them
-    after its last commit gets them from one where it has not, and warns once if there is none.
-    Ranks that have not ended the last step get its result from one that has. (Commits as in Horovod
-    Elastic; healing from a living peer as in torchft, there over HTTP or a process group.)
+    first collective of a step and its optimizer.step(). A rank that joins, has missed a step, or
+    has changed them after its last commit copies the state, with a checksum, from the memory of a
+    rank that lives; it warns once if all have changed theirs. (Commits as in Horovod Elastic;
+    healing from a living peer as in torchft.)
+
+    For that, `commit` moves the storages of parameters and optimiser state to memory that the
+    processes of the host can read, as torch.Tensor.share_memory_ does; raw pointers and numpy
+    arrays of them then refer to old memory. Tensors that cannot move, such as those on a GPU, are
+    copied there for each transfer (not yet run on a GPU).
 
     Args:
         objects: modules, optimisers, and whatever else has state_dict() and load_state_dict(), by
-            the same names on all ranks: rota.LogicalShards, rota.HookState, GradScaler, learning
-            rate schedulers, data loaders, RandomState. The module, not DistributedDataParallel
-            around it, which is made anew in every generation (with init_sync=False, since the ranks
-            are equal).
+            the same names on all ranks. The module, not DistributedDataParallel around it, which is
+            made anew in every generation (with init_sync=False, since the ranks are equal).
 
     Attributes:
-        seconds: what the last synchronize() took, by term: "compare" the ranks' steps, "offer",
-            "allocate", "copy", "verify", "load", "regroup". For benchmarks.
+        seconds: what the last synchronize() took, by term. For benchmarks.
 
     Raises:
         TypeError: an object has no state, or is a DistributedDataParallel.
@@ -132,9 +121,8 @@ class State:
         self._save()
 
     def take(self, reservation: Reservation) -> bool:
-        """Uses reserved memory for the first copy. Blocks until all of it is there.
-
-        Call it before `Membership.next`, since others would wait for it after that.
+        """Uses reserved memory for the first copy. Blocks until all of it is there, so call it
+        before `Membership.next`, after which others would wait.
 
         Returns:
             Whether the job has a state to copy.
@@ -149,10 +137,8 @@ class State:
         """Ends a step, right after optimizer.step(). Does not wait for other ranks.
 
         On a GPU, this and the step() of an optimizer in the state wait for the collectives that are
-        queued, whose failure would raise only later.
-
-        The first one in a generation moves what is new to memory that peers can read, which costs a
-        copy of it. Each copies what a failed step would have to get back.
+        queued, and raise if one has failed. The first one in a generation copies what is new to
+        memory that peers can read.
 
         Raises:
             TypeError: an object's state cannot be pickled.
@@ -170,8 +156,8 @@ class State:
         """Gives all ranks the state of the one that has ended most steps; of several, the lowest.
 
         Collective, on all ranks of the generation, before anything else in it. Blocks until all are
-        done. If all ranks are new, they get the state of rank 0. A rank keeps its state until the
-        one that it gets is complete and verified, so it needs memory for both.
+        done. A rank keeps its state until the one that it gets is complete and verified, so it
+        needs memory for both.
 
         Args:
             check_equal: also compare parameters and optimiser state of ranks that need not copy
@@ -186,14 +172,22 @@ class State:
             TypeError: the state of an object here cannot be pickled; the others raise
                 rota.TransportError, which names the rank.
             rota.TransportError: a copy differs from its source, or a rank could not take part; on
-                every rank. The ranks keep their states.
-            rota.PeerFailed: a rank has died; the ranks that live keep their states.
+                every rank.
+            rota.PeerFailed: a rank has died.
+
+        After an error, ranks keep their states.
         """
         timer = _Timer(self)
         self._generation = generation
         self.seconds = {}
         own = {f"'{part.name}'": part.describe() for part in self._parts}
-        cards = run_on_all(_NAME, lambda: (self._num_steps, self._has_changed(), own))
+
+        def describe() -> tuple[int, bool, dict[str, str]]:
+            # Whether parameters were written to since the last commit.
+            has_changed = self._num_changes not in (None, self._count_changes())
+            return self._num_steps, has_changed, own
+
+        cards = run_on_all(_NAME, describe)
         check_alike(
             _NAME,
             [descriptions for *_, descriptions in cards],
@@ -244,13 +238,13 @@ class State:
 
         def copy_or_sum() -> list[int]:
             if rank in receivers:
-                copies.extend((self._arena_of(offer.kept[1]), Arena([_layout(offer.loose[1]).end])))
+                (address, lengths), (loose_address, forms) = offer.kept, offer.loose
+                copies.extend((self._arena_of(lengths), Arena([_layout(forms).end])))
                 timer.end("allocate")
-                addresses = (offer.kept[0], offer.loose[0])
                 if shares_host(generation, source):
                     sums = [
-                        arena.fetch(address, f"rank {source}", _COPY_TIMEOUT)
-                        for arena, address in zip(copies, addresses, strict=True)
+                        arena.fetch(place, f"rank {source}", _COPY_TIMEOUT)
+                        for arena, place in zip(copies, (address, loose_address), strict=True)
                     ]
                 else:
                     sums = [arena.receive(source) for arena in copies]
@@ -291,7 +285,10 @@ class State:
             loose.append(tensor.detach())
             return len(loose) - 1
 
-        pickled = {name: pickled_state(name, state, loosen) for name, state in states.items()}
+        pickled = {}
+        for name, state in states.items():
+            with refusing_unpicklable(name):
+                pickled[name] = pickle_without(state, loosen)
         forms = [(tensor.dtype, tensor.size()) for tensor in loose]
         layout = _layout(forms)
         self._loose = Arena([layout.end])
@@ -320,7 +317,6 @@ class State:
         return states
 
     def _tell_newcomers(self) -> None:
-        """Tells processes that have not joined yet what they will copy."""
         generation, kept = self._generation, self._kept
         if generation is not None and generation.rank == 0 and kept is not None:
             generation.write_note(LAYOUT, json.dumps([kept.lengths, kept.address]))
@@ -333,7 +329,6 @@ class State:
         )
 
     def _load(self, offer: _Offer, kept: Arena, loose: Arena) -> None:
-        """Takes the source's state from arenas that were copied from it."""
         self._num_steps = _FRESH  # until all of it is there
         places, loose_tensors = kept.places(), _layout(offer.loose[1]).views(loose.bytes)
         storages: dict[int, torch.Tensor] = {}
@@ -373,10 +368,6 @@ class State:
             part.remember()
         self._num_changes = self._count_changes()
 
-    def _has_changed(self) -> bool:
-        """Whether parameters were written to since the last commit."""
-        return self._num_changes is not None and self._num_changes != self._count_changes()
-
     def _count_changes(self) -> int:
         return sum(part.num_changes() for part in self._parts)
 
@@ -392,10 +383,9 @@ class State:
 
 
 class RandomState:
-    """The random state of torch's CPU generator and of Python, for `State`.
+    """The random state of torch's CPU generator and of Python, for `State`: the same on all ranks.
 
-    A rank that joins gets that of another rank: reseed by rank afterwards where ranks must differ,
-    or draw from what depends on the data's position, as rota.LogicalShards does.
+    Reseed by rank after synchronize() where ranks must differ, or use rota.LogicalShards.
     """
 
     def state_dict(self) -> dict[str, Any]:
