@@ -21,6 +21,7 @@ several ranks, an Inf or NaN in any of its gradients skips the step on all of th
 
 from __future__ import annotations
 
+import types
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -35,13 +36,6 @@ from rota.options import parameters_of
 from rota.sharding import local_of
 
 
-class _Gradients:
-    """Takes an optimizer's place in torch's unscaling: holds the parameters left to torch."""
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.param_groups = [{"params": parameters}]
-
-
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler without its pass over the gradients: rota.fused_hook unscales them.
 
@@ -50,8 +44,7 @@ class GradScaler(torch.amp.GradScaler):
     one warning. It sets no grad_scale on optimizers with fused=True.
 
     If a state has a model_group, all of its ranks skip a step together. Call scale() and update()
-    on every rank, also on pipeline stages without a loss, or with nothing to optimize:
-    scaler.scale(torch.ones(())) is the factor of the loss.
+    on every rank, also on stages without a loss: scaler.scale(torch.ones(())) is the loss's factor.
 
     Args:
         states: the HookState of each model whose loss is scaled; the scaler sets their
@@ -186,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        states = [state for state in self._states if self._has_results(state)]
+        states = list(filter(self._has_results, self._states))
         self._unscaled.add(optimizer)
         results: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
@@ -195,6 +188,12 @@ class GradScaler(torch.amp.GradScaler):
                 is_result = any(state.results.saw(parameter) for state in states)
                 (results if is_result else others).append(parameter)
         found_by_device: dict[torch.device, torch.Tensor] = {}
+
+        def unscale(parameters: list[torch.Tensor], factor: torch.Tensor) -> None:
+            # Of an optimizer, torch's unscaling reads these alone.
+            some: Any = types.SimpleNamespace(param_groups=[{"params": parameters}])
+            found_by_device.update(_torch.unscale(self, some, factor, found_inf, allow_fp16))
+
         if others:
             self._warn_once(
                 "not reduced",
@@ -203,8 +202,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"backward pass, so they are unscaled by torch. This is right, but takes a pass "
                 f"over them",
             )
-            rest: Any = _Gradients(others)
-            found_by_device = _torch.unscale(self, rest, inv_scale, found_inf, allow_fp16)
+            unscale(others, inv_scale)
         if results:
             if not allow_fp16 and any(p.dtype == torch.float16 for p in results):
                 raise ValueError("Attempting to unscale FP16 gradients.")  # as torch's
@@ -218,23 +216,17 @@ class GradScaler(torch.amp.GradScaler):
                 if not any(s.results.saw(p) and s.counts_all_of(p) for s in states)
             ]
             if cut:
-                rest = _Gradients(cut)
-                ones = torch.ones_like(inv_scale)
-                found_by_device |= _torch.unscale(self, rest, ones, found_inf, allow_fp16)
-        of_models = [state for state in self._states if self._has_part_of_model(state, optimizer)]
+                unscale(cut, torch.ones_like(inv_scale))
+        of_models = [  # the other ranks of these models step together with this optimizer
+            state
+            for state in filter(self._has_reduced, self._states)
+            if state.model_group is not None and any(map(state.is_for, parameters_of(optimizer)))
+        ]
         if of_models:
             found = found_by_device.setdefault(found_inf.device, found_inf)
             if any(state.results.found_inf for state in of_models):
                 found.fill_(1.0)  # wherever in the model it was
         return found_by_device
-
-    def _has_part_of_model(self, state: HookState, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the other ranks of a model step together with this optimizer."""
-        return (
-            state.model_group is not None
-            and self._has_reduced(state)
-            and any(state.is_for(parameter) for parameter in parameters_of(optimizer))
-        )
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

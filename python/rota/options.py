@@ -35,11 +35,6 @@ def check_model(caller: str, model: object) -> None:
         )
 
 
-def check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"rota.HookState: {name} is {value!r}, expected True or False")
-
-
 def check_wire(caller: str, wire_dtype: object, block_scaling: bool) -> None:
     if wire_dtype not in _WIRE_DTYPES:
         raise TypeError(f"{caller}: wire_dtype is {wire_dtype!r}, expected one of {_WIRE_DTYPES}")
@@ -99,7 +94,6 @@ def check_num_shards(num_shards: object) -> None:
 
 
 def listed(caller: str, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    """A list of the parameters that a caller was given: one, or several."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if isinstance(parameters, torch.nn.Module) or not isinstance(parameters, Iterable):
@@ -123,7 +117,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def check_state_dict(caller: str, state_dict: object, keys: Iterable[str]) -> None:
-    """Before anything is loaded from it."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"{caller}.load_state_dict: state_dict is of type {type(state_dict).__name__}, "

@@ -45,7 +45,6 @@ class Entries:
         self._by_first: dict[int, Entry] = {}  # by id() of the first parameter
 
     def of(self, parameters: Sequence[torch.Tensor]) -> Entry | None:
-        """The entry of the bucket with exactly these parameters."""
         entry = self._by_first.get(id(parameters[0]))
         return entry if entry is not None and entry.holds(parameters) else None
 

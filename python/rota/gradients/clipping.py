@@ -45,10 +45,8 @@ def clip_grad_norm_(
     pass, so gradients are only touched if they have to shrink or the norm is not finite. torch's
     function takes over, with one warning per model, for other norms, for other sets of parameters,
     for DTensors with shards on ranks that are not in the state's model_group, and if gradients were
-    changed or added to since. All ranks decide alike. With a HookState of a
-    model_group there is no falling back, since torch would take the norm of this rank's parameters.
-    A change through `grad.data` goes unnoticed, since tensors do not count it; change `grad` under
-    torch.no_grad().
+    changed or added to since; with a model_group, that is an error. All ranks decide alike.
+    Changes through `grad.data` go unnoticed; change `grad` under torch.no_grad().
 
     With a rota.amp.GradScaler, call it before or after scaler.unscale_(optimizer). Unscale
     gradients that the hook has not reduced first, as with torch.
@@ -77,7 +75,13 @@ def clip_grad_norm_(
     with_gradient = {id(p): p for p in parameters if p.grad is not None}
     states = _measured(parameters, with_gradient) if norm_type == 2 else []
     if not states:
-        _refuse_part_of_a_model(parameters)
+        if _of_models(parameters):
+            raise RuntimeError(
+                "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
+                "gradients of the model as they were reduced, and cannot be computed otherwise; "
+                "clip with norm_type=2 and all parameters of this rank together, after the "
+                "reduction and before anything else changes their gradients"
+            )
         _warn(with_gradient)
         _multiply_folded(with_gradient)
         return torch.nn.utils.clip_grad_norm_(
@@ -101,7 +105,8 @@ def clip_grad_norm_(
             state.results.at_next_backward(functools.partial(_unfold, weakref.ref(optimizer)))
     else:
         # torch multiplies no list of DTensors and plain tensors, so it gets plain ones.
-        local: Any = [types.SimpleNamespace(grad=local_of(g)) for g in _gradients(with_gradient)]
+        gradients = [p.grad for p in with_gradient.values() if p.grad is not None]
+        local: Any = [types.SimpleNamespace(grad=local_of(g)) for g in gradients]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm, foreach)
     for state in states:
         state.results.scaled_by(coefficient, in_place=not fold)
@@ -132,20 +137,6 @@ def _of_models(parameters: list[torch.Tensor]) -> list[HookState]:
         without = [state for state in states if state.is_for_nothing]
         return without if len(without) == 1 else []
     return [state for state in states if any(state.is_for(p) for p in parameters)]
-
-
-def _refuse_part_of_a_model(parameters: list[torch.Tensor]) -> None:
-    if _of_models(parameters):
-        raise RuntimeError(
-            "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
-            "gradients of the model as they were reduced, and cannot be computed otherwise; clip "
-            "with norm_type=2 and all parameters of this rank together, after the reduction and "
-            "before anything else changes their gradients"
-        )
-
-
-def _gradients(parameters: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    return [p.grad for p in parameters.values() if p.grad is not None]
 
 
 def _warn(with_gradient: dict[int, torch.Tensor]) -> None:
@@ -179,7 +170,6 @@ _torch.after_unscaling(_note_change)
 
 
 def _can_fold(optimizer: torch.optim.Optimizer, with_gradient: dict[int, torch.Tensor]) -> bool:
-    """Whether the optimizer divides by a grad_scale, and steps these gradients and no others."""
     stepped = {id(p) for p in options.parameters_of(optimizer) if p.grad is not None}
     return (
         _torch.takes_grad_scale(optimizer)

@@ -18,7 +18,7 @@ from rota.rendezvous.joint import JointSteps
 
 
 class _Shared:
-    """What all hooks of a group share: a communicator, and word of the errors that end it.
+    """What all hooks of a group share.
 
     An error that one rank raises in a hook ends the communicator, since the others may wait in it.
     If it does not exist yet, they hear of the error as of one that was raised in making it. The
@@ -97,13 +97,11 @@ _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKey
 def communicator_of(
     process_group: dist.ProcessGroup | None, engine: dist.ProcessGroup | None = None
 ) -> Communicator:
-    """The communicator that all hooks of a group share; the first call makes it."""
     group = _group_of(process_group)
     return _shared.setdefault(group, _Shared()).communicator(group, engine)
 
 
 def tell_peers_of(process_group: dist.ProcessGroup | None, reason: str) -> None:
-    """Makes what the hooks of a group do on the other ranks fail with this reason."""
     group = _group_of(process_group)
     _shared.setdefault(group, _Shared()).tell(group, reason)
 

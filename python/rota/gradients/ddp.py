@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class NamedModel:
@@ -25,8 +26,8 @@ class NamedModel:
         module = model if ddp is None else ddp.module
         self._module = weakref.ref(module)
         self._ddp = None if ddp is None else weakref.ref(ddp)
-        # By id(). Modules replace their parameters: name() looks again for one that it lacks.
-        self._names: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        # Modules replace their parameters: name() looks again for one that it lacks.
+        self._names = WeakTensorKeyDictionary()
         self._ignored = set() if ddp is None else set(ddp.parameters_to_ignore)
 
     @property
@@ -35,7 +36,6 @@ class NamedModel:
 
     @property
     def names(self) -> set[str]:
-        """The names of all parameters, also frozen ones."""
         module = self._module()
         return set() if module is None else {name for name, _ in module.named_parameters()}
 
@@ -51,7 +51,7 @@ class NamedModel:
         module = self._module()
         ddp = self._ddp() if self._ddp is not None else None
         other = copy.copy(self)
-        other._names = {}
+        other._names = WeakTensorKeyDictionary()
         if id(module) in memo:
             other._module = weakref.ref(memo[id(module)])
             other._ddp = weakref.ref(memo[id(ddp)]) if id(ddp) in memo else None
@@ -68,13 +68,10 @@ class NamedModel:
         module = self._module()
         if module is None:
             return None
-        if not self._knows(parameter):
-            self._names = {id(p): (name, weakref.ref(p)) for name, p in module.named_parameters()}
-        return self._names[id(parameter)][0] if self._knows(parameter) else None
-
-    def _knows(self, parameter: torch.Tensor) -> bool:
-        known = self._names.get(id(parameter))
-        return known is not None and known[1]() is parameter
+        if parameter not in self._names:
+            self._names = WeakTensorKeyDictionary({p: n for n, p in module.named_parameters()})
+        name: str | None = self._names.get(parameter)
+        return name
 
 
 class NamedCopies:
@@ -83,17 +80,16 @@ class NamedCopies:
     may_have_unused = False
 
     def __init__(self, copies: Mapping[str, torch.Tensor]) -> None:
-        self._names = {id(copy): (name, weakref.ref(copy)) for name, copy in copies.items()}
+        self._names = WeakTensorKeyDictionary({copy: name for name, copy in copies.items()})
         self.names = self.reduced_names = set(copies)
 
     @property
     def is_alive(self) -> bool:
-        return any(ref() is not None for _, ref in self._names.values())
+        return len(self._names) > 0
 
     def name(self, copy: torch.Tensor) -> str | None:
-        """The name that it was given; None for another tensor."""
-        name, ref = self._names.get(id(copy), (None, None))
-        return name if ref is not None and ref() is copy else None
+        name: str | None = self._names.get(copy)
+        return name
 
 
 class SeenParameters:
@@ -113,7 +109,6 @@ class SeenParameters:
         self._new: list[tuple[int, list[weakref.ref[torch.Tensor]]]] = []
 
     def has(self, parameter: torch.Tensor) -> bool:
-        """Whether it is one of them."""
         return _has(self._refs, parameter)
 
     def has_frozen(self, parameter: torch.Tensor) -> bool:

@@ -73,9 +73,6 @@ def allreduce_hook(
 
     Returns:
         A future of the buffer. The reduction runs on a progress thread.
-
-    Example:
-        >>> ddp.register_comm_hook(None, rota.allreduce_hook)
     """
     return _average(process_group, bucket, None)
 
@@ -85,10 +82,8 @@ def fp16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages the bucket with float16 on the wire; a drop-in for torch's `fp16_compress_hook`.
 
-    Unlike torch's, sums are kept in float32 and divided before the one rounding of the result. Like
-    torch's, a gradient beyond 65504 becomes Inf, and one below 6e-8 becomes 0.
-
-    Args and result as `allreduce_hook`.
+    Sums are kept in float32. As with torch's, a gradient beyond 65504 becomes Inf, and one below
+    6e-8 becomes 0. Args and result as `allreduce_hook`.
     """
     return _average(process_group, bucket, torch.float16)
 
@@ -98,7 +93,7 @@ def bf16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages the bucket with bfloat16 on the wire; a drop-in for torch's `bf16_compress_hook`.
 
-    bfloat16 has float32's range with 8 bits of precision. Args and result as `allreduce_hook`.
+    Args and result as `allreduce_hook`.
     """
     return _average(process_group, bucket, torch.bfloat16)
 

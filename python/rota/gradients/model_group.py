@@ -23,13 +23,8 @@ Replicas = Callable[[torch.Tensor], int]
 
 
 class ModelGroup:
-    """The ranks that together hold one model; making it is a collective call over them.
-
-    Args:
-        group: the ranks.
-        replicas: on how many of these ranks a plain parameter of this rank lies; None means 1.
-            DTensors are not asked about: their placements tell.
-    """
+    """The ranks that together hold one model; making it is a collective call over them. `replicas`
+    is as in HookState."""
 
     def __init__(self, group: dist.ProcessGroup, replicas: Replicas | None) -> None:
         self.ranks = dist.get_process_group_ranks(group)
@@ -39,20 +34,15 @@ class ModelGroup:
         self._communicator.barrier()  # connects the ranks, so that start() waits for nobody
 
     def check_results(self) -> None:
-        """Raises if a sum has failed on a GPU."""
         self._communicator.check_results()
 
     def start(
         self, stats: Sequence[torch.Tensor], parameters: Iterable[torch.Tensor]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Sums the stats over the ranks, counting each parameter once.
+        """Sums the stats of this rank's buckets (float64: number of non-finite elements, sum of
+        squares) over the ranks, counting each of their parameters once.
 
-        Args:
-            stats: of this rank's buckets, float64: number of non-finite elements, sum of squares.
-            parameters: those in the buckets, with their reduced gradients.
-
-        Returns:
-            A future of float64 [2], as the stats; the same bits on every rank.
+        Returns a future of float64 [2], with the same bits on every rank.
         """
         try:
             totals = self._own_totals(stats, parameters)
@@ -98,7 +88,6 @@ class ModelGroup:
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """The sum over this rank's shard: float64, a scalar."""
     local = local_of(gradient)
     if local.is_complex():
         local = torch.view_as_real(local)

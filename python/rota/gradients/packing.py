@@ -60,7 +60,6 @@ class PackedBucket:
         return self._buffer
 
     def _views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameters, and the parts of the buffer in the shapes of their gradients."""
         for parameter, part in zip(self.parameters(), self._parts, strict=True):
             yield parameter, shaped(part, parameter)
 
@@ -89,8 +88,7 @@ class Plan:
     Gradients come in about that order in a backward pass. Every rank makes the same plan from the
     same list, whichever gradients exist.
 
-    Attributes:
-        digest: of the list: of names, where the state knows them, of shapes, and of their order.
+    Its digest is of names, where the state knows them, of shapes, and of their order.
     """
 
     def __init__(
@@ -124,7 +122,6 @@ class Plan:
         ]
 
     def fits(self, parameters: Sequence[torch.Tensor], bucket_cap_bytes: int) -> bool:
-        """Whether the plan is for these parameters with the shapes that they have now."""
         return (
             bucket_cap_bytes == self._bucket_cap_bytes
             and len(parameters) == len(self._shapes)
@@ -136,7 +133,6 @@ class Plan:
 
 
 def check_gradient(parameter: torch.Tensor, name: str) -> None:
-    """Raises TypeError or ValueError if the parameter's gradient does not fit its bucket."""
     gradient = parameter.grad
     if gradient is None:
         return

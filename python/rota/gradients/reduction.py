@@ -28,9 +28,8 @@ def reduce_gradients(
 ) -> None:
     """Averages gradients over the ranks of a state, as rota.fused_hook does in a DDP model.
 
-    Call it after the last backward pass of a step, on every rank of the state's group. Afterwards
-    `state.found_inf`, `state.grad_norm()`, rota.clip_grad_norm_ and rota.amp.GradScaler work as
-    they do with the hook. Gradients are copied to flat buckets, which the state keeps, and back.
+    Call it after the last backward pass of a step, on every rank of the state's group. Results are
+    those of the hook. Gradients are copied to flat buckets, which the state keeps, and back.
 
     Args:
         parameters: the same list on every rank, dense, of float32, float64, float16, bfloat16 or
@@ -73,9 +72,9 @@ def overlap_gradients(
     microbatches, and make a schedule of torch.distributed.pipelining with scale_grads=False.
 
     A bucket is reduced as soon as all of its gradients have come `num_backwards` times and the
-    buckets before it have started. Those that never do are reduced at the end of the context, which
-    waits for all. If it is left by an exception, nothing more is reduced; the other ranks raise it,
-    too, if a bucket had started.
+    buckets before it have started, or at the end of the context, which waits for all. If it is left
+    by an exception, nothing more is reduced; the other ranks raise it, too, if a bucket had
+    started.
 
     Args:
         parameters, state, bucket_cap_mb: as for rota.reduce_gradients.
@@ -117,11 +116,8 @@ def each_complete(
 ) -> Iterator[Counter[int]]:
     """A context that calls `on_complete` with each parameter whose gradient has come so many times.
 
-    Gives how often each has come, by id().
-
-    Args:
-        describe, where: a gradient and its backward passes, for the RuntimeError if one comes more
-            often.
+    Gives how often each has come, by id(). `describe` and `where` are for the RuntimeError if one
+    comes more often.
     """
     num_seen = Counter[int]()
 
@@ -161,7 +157,6 @@ class Reduction:
 
     @contextlib.contextmanager
     def on_gradients(self, num_backwards: int) -> Iterator[None]:
-        """Starts buckets in backward passes, when their gradients have come so many times."""
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters()}
         num_awaited = Counter({bucket: len(bucket.parameters()) for bucket in self._buckets})
 
@@ -187,7 +182,6 @@ class Reduction:
             self._start()
 
     def finish(self) -> None:
-        """Starts the buckets that have not started, and writes the results of all."""
         self.start()
         has_gradient = [p.grad is not None for p in self._parameters]
         # With the digest's bits and their inverses: where lists differ, some bit has both.
@@ -208,7 +202,6 @@ class Reduction:
         self._state.end()
 
     def _lists_differ(self) -> Mismatch:
-        """The error, on all ranks."""
         communicator = self._state.communicator
         rank, world_size = communicator.rank, communicator.world_size
         own = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)

@@ -101,10 +101,7 @@ class Residuals:
         self, parameters: Sequence[torch.Tensor], name_of: Callable[[torch.Tensor], str]
     ) -> BucketResidual:
         """The residual of a bucket of these parameters, from those of the buckets they were in.
-
-        Raises:
-            ValueError: a loaded residual does not fit its parameter.
-        """
+        Raises ValueError: a loaded one does not fit its parameter."""
         parts = [self._parts(parameter, name_of) for parameter in parameters]
         before = torch.cat([before for before, _ in parts])
         after = None
@@ -165,21 +162,14 @@ class Residuals:
         return other
 
     def load(self, residuals: Mapping[str, torch.Tensor], without: Iterable[str]) -> None:
-        """Replaces all residuals; parameters take theirs when their buckets come.
-
-        Args:
-            without: the names of the model's other parameters.
-        """
+        """Replaces all residuals, which parameters take when their buckets come; `without` are the
+        model's other parameters."""
         self._buckets = WeakTensorKeyDictionary()
         self._loaded = {name: residual.clone() for name, residual in residuals.items()}
         self._loaded_without = set(without)
 
     def check_loaded(self, names: Set[str], reduced_names: Set[str]) -> None:
-        """Raises ValueError, before the first bucket takes one, if they are of another model.
-
-        Args:
-            names, reduced_names: of this model's parameters, and of those that come in buckets.
-        """
+        """Raises ValueError, before the first bucket takes one, if they are of another model."""
         if self._loaded_without is None or not self._loaded:
             return
         missing = reduced_names - self._loaded.keys() - self._loaded_without
@@ -193,6 +183,5 @@ class Residuals:
         self._loaded_without = None
 
     def free(self) -> None:
-        """Frees what is only needed until the next reductions."""
         for bucket in self._buckets.values():
             bucket.free()

@@ -78,10 +78,8 @@ class Outcome:
         self._unwritten = unwritten
 
     def tell(self, parameters: Iterable[torch.Tensor], was_used: bool) -> None:
-        """Call it when an optimizer has applied the results of its parameters, or will not.
-
-        The first verdict holds.
-        """
+        """Call it when an optimizer has applied the results of its parameters, or will not; the
+        first verdict holds."""
         for parameter in parameters:
             self._told.setdefault(id(parameter), was_used)
 
@@ -96,11 +94,8 @@ class Outcome:
             self._found_inf = lambda: found
 
     def was_used(self, parameters: Iterable[int]) -> list[bool | torch.Tensor | None]:
-        """Whether the results of parameters, which are given by id(), were used.
-
-        Returns:
-            None where it is still open; a tensor of one bool if only a GPU knows.
-        """
+        """Whether the results of parameters, which are given by id(), were used; None where it is
+        still open, a tensor of one bool if only a GPU knows."""
         if not self.is_over:
             return [False for _ in parameters]
         default: bool | torch.Tensor | None = None
@@ -160,7 +155,6 @@ class Results:
         return not (self._is_closed or has_failed) and self.seen.isdisjoint(map(id, parameters))
 
     def begin(self, loss_scale: float) -> None:
-        """Call it before the first bucket of a reduction."""
         self._start_model_sum()
         self._clear(loss_scale)
         callbacks, self._at_next_backward = self._at_next_backward, []
@@ -185,11 +179,8 @@ class Results:
         may_have_unused: bool,
         check_results: Callable[[], None],
     ) -> None:
-        """Call it before a bucket is reduced, which writes `stats`.
-
-        Args:
-            check_results: raises if the reduction has failed on a GPU, where that does not raise.
-        """
+        """Call it before a bucket is reduced, which writes `stats`; check_results() raises if that
+        fails on a GPU."""
         self.is_complete = self.outcome.is_over = False
         self._totals = None
         versions = {}
@@ -207,9 +198,8 @@ class Results:
     def end_with_backward(self, sends_without_gradient: bool, at_end: Callable[[], None]) -> None:
         """Call it after each bucket: completes the results when its graph task is over.
 
-        Args:
-            sends_without_gradient: a parameter without a gradient may add to the stats.
-            at_end: called when the backward pass is over, which raises what it raises.
+        sends_without_gradient: a parameter without a gradient may add to the stats. at_end() is
+        called when the backward pass is over, which raises what it raises.
         """
         task, tasks = _torch.graph_task(), self._tasks
         if task == -1:
@@ -355,5 +345,4 @@ class Results:
         self.outcome.tell([p for p in gone if p is not None], was_used=False)
 
     def at_next_backward(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, when the first bucket of the next backward pass comes."""
         self._at_next_backward.append(callback)

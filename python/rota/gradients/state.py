@@ -46,34 +46,28 @@ class HookState:
     the same `found_inf` and `grad_norm()` without reading a gradient again. `rota.amp.GradScaler`
     and `rota.clip_grad_norm_` use them.
 
-    Accumulate gradients under DDP's no_sync() in all but the last backward pass of a step: that
-    needs no extra pass over the gradients. If every backward pass reduces, the gradients are
-    averaged again each time, as with torch's hooks. They are then wrong with a `loss_scale` other
-    than 1, because they were already divided by it, unless a rota.amp.GradScaler is in use.
+    Accumulate gradients under DDP's no_sync() in all but the last backward pass of a step. If every
+    pass reduces, they are averaged again each time, as with torch's hooks, and are wrong with a
+    `loss_scale` other than 1 unless a rota.amp.GradScaler is in use.
 
     Args:
         group: the ranks to average over, on any backend, such as the process group of the model's
             DDP; None is the default group.
-        engine: as in rota.Communicator, where the ranks are on several hosts: hooks have a
-            communicator of their own, which all hooks of a group share.
+        engine: as in rota.Communicator; all hooks of a group share one communicator.
         wire_dtype: the dtype on the wire, one of torch.float32, bfloat16, float16, float8_e4m3fn or
             float8_e5m2; None is that of the gradients, one of these too. Sums are kept in float32.
         block_scaling: scale each block of 32 or 64 elements by its own power of two, so that none
             overflows and few underflow (E8M0 scales as in the OCP Microscaling specification 1.0);
-            for float16 and float8, where None means True. Blocks are counted from the start of a
-            bucket, so results then depend, within the error bound, on how DDP makes its buckets.
+            for float16 and float8, where None means True. Blocks follow DDP's cuts of buckets.
         inter_wire_dtype: instead of wire_dtype, where the ranks are on several hosts, with scaled
-            blocks if it is float16 or float8. Only what crosses between hosts is rounded then: a
-            host's ranks add their gradients in float32, and error feedback is about their sum.
+            blocks if it is float16 or float8. Only what crosses between hosts is rounded then.
         stochastic_rounding: round to one of the two neighbours at random, so that the expected
             result is exact, instead of to the nearest.
         seed: for stochastic rounding, in [0, 2**64), the same on every rank. Reduction number i of
             this state uses output i of the generator SplitMix64 (Steele, Lea & Flood 2014) that
             starts from it.
         error_feedback: add the rounding error of a gradient to the next one (Seide et al. 2014);
-            needs 8 bytes per parameter. What an unused result would have made up for is still owed:
-            that of a parameter that no rank has used, or of a step that is skipped because
-            `found_inf`. Call drop_results() if you skip other steps.
+            needs 8 bytes per parameter. Call drop_results() if you skip a step that is finite.
         loss_scale: the factor of the loss; results are divided by it. Finite and positive; may be
             set between backward passes. A rota.amp.GradScaler sets it, and resets it to 1.
         gradient_predivide_factor: f divides gradients by f before they are summed, and the sum by
@@ -89,30 +83,24 @@ class HookState:
         model_group: the ranks that together hold one copy of the model, as pipeline stages and
             tensor-parallel ranks do. grad_norm() and found_inf are then those of the whole model,
             so that rota.clip_grad_norm_ and rota.amp.GradScaler do the same on all of them. Every
-            rank of model_group makes its states in the same order: that is a collective call. Each
-            reduction then adds a sum of 16 bytes over model_group, which nobody waits for before
-            reading the results; with error_feedback or stochastic_rounding, before the next
-            reduction.
+            rank of model_group makes its states in the same order: that is a collective call.
+            Reading the results waits for all of them; with error_feedback or stochastic_rounding,
+            the next reduction does, too.
         replicas: replicas(parameter) is the number of ranks of model_group that hold the same
-            parameter, such as a norm's weight that tensor-parallel ranks share. Each counts that
-            part of its squares. Only for plain tensors, where None means 1: the placements of a
-            DTensor tell its replicas. (Megatron-LM asks an attribute, tensor_model_parallel.)
+            parameter, such as a norm's weight that tensor-parallel ranks share. Only for plain
+            tensors, where None means 1: the placements of a DTensor tell its replicas.
 
     Raises:
         TypeError: a group is not a process group, or wire_dtype is not one of those above.
         ValueError: an option is invalid; the text says what is valid.
         rota.TransportError: another rank of model_group has raised an error; names it.
 
-    DDP does not tell hooks which ranks it averages over, so without `model` a group that differs
-    from DDP's goes unnoticed, as with torch's hooks. backward() raises if several models share one
-    state, or if gradients cannot be reduced.
+    backward() raises if several models share one state, or if gradients cannot be reduced. Without
+    `model`, a group that is not DDP's goes unnoticed, as with torch's hooks.
 
     Example:
-        >>> state = rota.HookState(model=ddp, wire_dtype=torch.float16)
+        >>> state = rota.HookState(model=ddp, wire_dtype=torch.float8_e4m3fn, error_feedback=True)
         >>> ddp.register_comm_hook(state, rota.fused_hook)
-        >>> loss.backward()
-        >>> rota.clip_grad_norm_(ddp.parameters(), max_norm=1.0)
-        >>> optimizer.step()
     """
 
     def __init__(
@@ -150,7 +138,8 @@ class HookState:
                 ("stochastic_rounding", stochastic_rounding),
                 ("error_feedback", error_feedback),
             ):
-                options.check_flag(name, flag)
+                if not isinstance(flag, bool):
+                    raise TypeError(f"rota.HookState: {name} is {flag!r}, expected True or False")
             options.check_wire("rota.HookState", wire_dtype or torch.float32, in_blocks)
             if inter_wire_dtype is not None:
                 between = options.scales_blocks(inter_wire_dtype)
@@ -221,8 +210,7 @@ class HookState:
         Returns:
             A float32 scalar.
 
-        Raises:
-            RuntimeError: no backward pass is complete, or gradients were added since.
+        Raises as found_inf.
         """
         self._check_complete()
         return torch.tensor(
@@ -280,10 +268,8 @@ class HookState:
 
         A resumed run gives the bits of one that never stopped if its buckets are the same. DDP
         orders the buckets of a new process differently from those after the first step, and block
-        scaling and stochastic rounding depend on that order.
-
-        Layers may have been frozen or thawed since: a residual waits until its parameter is
-        trained again, and a parameter that had none owes nothing.
+        scaling and stochastic rounding depend on that order. Layers may have been frozen or thawed
+        since.
 
         Args:
             state_dict: from a state of the same model and rank.
@@ -326,7 +312,6 @@ class HookState:
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the options and state_dict()."""
         if any(group is not None for group in (self.group, self.model_group, self.engine)):
             raise TypeError(
                 "rota.HookState: cannot be pickled with a process group of its own; save "
@@ -385,7 +370,6 @@ class HookState:
         self._check_parameters_seen()
 
     def _check_parameters_seen(self) -> None:
-        """Raises ValueError if the pass that is over was one of another model."""
         if self._parameters.end(self.results.seen, is_same_model=self._model is not None):
             return
         text = (
@@ -401,7 +385,6 @@ class HookState:
 
     @property
     def _num_used(self) -> int:
-        """The number of reductions so far, without those of the last results if they are unused."""
         was_dropped = self.has_memory and self.results.outcome.was_dropped
         return self._num_before if was_dropped else self._num_reductions
 
@@ -482,10 +465,9 @@ class HookState:
             )
 
     def take_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
-        """Makes this the state of copies of parameters, under the names of the parameters.
-        They may be reduced in parts; residuals of all exist from now on. Raises what
-        check_can_take_copies() raises.
-        """
+        """Makes this the state of copies of parameters, by the parameters' names, which may be
+        reduced in parts; residuals of all exist from now on. Raises what check_can_take_copies()
+        raises."""
         self.check_can_take_copies()
         self._model = NamedCopies(copies)
         if self.error_feedback:
