@@ -20,7 +20,6 @@ _NAME = "rota.ParameterServer"
 def named_parameters(
     parameters_or_module: Iterable[torch.Tensor] | nn.Module,
 ) -> dict[str, torch.Tensor]:
-    """The parameters to train, by name."""
     named: dict[str, torch.Tensor]
     if isinstance(parameters_or_module, nn.Module):
         module = parameters_or_module
@@ -141,7 +140,6 @@ def check_wire(
 
 
 def ranks_that_serve(servers: Sequence[int] | None, world_size: int) -> list[int]:
-    """The servers' ranks, ascending."""
     if servers is None:
         return list(range(world_size))
     ranks = list(servers)
@@ -163,7 +161,6 @@ def ranks_that_serve(servers: Sequence[int] | None, world_size: int) -> list[int
 
 
 def num_replicas(replicas: object, num_servers: int) -> int:
-    """How many copies there are of each server's state."""
     if replicas is None:
         return min(1, num_servers - 1)
     if isinstance(replicas, bool) or replicas not in (0, 1):
@@ -181,7 +178,6 @@ def check_pushed(
     parameters: Sequence[torch.Tensor],
     pushed: Sequence[torch.Tensor | None],
 ) -> None:
-    """Raises TypeError or ValueError if what is pushed does not fit the parameters."""
     if len(pushed) != len(parameters):
         raise ValueError(
             f"{_NAME}.push: {len(pushed)} tensors, expected {len(parameters)}, one for each "
@@ -213,7 +209,6 @@ def check_pushed(
 
 
 def check_alike(described: Sequence[dict[str, object]]) -> None:
-    """Raises if ranks made a ParameterServer with other arguments, or on other hosts."""
     if difference := alike.sides([str(of_rank.pop("host")) for of_rank in described], "has"):
         raise TransportError(
             f"{_NAME}: ranks are on several hosts: {difference}; make a group of the ranks of one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,19 +73,15 @@ class Connection:
             if setup.num_replicas > 0:
                 self._standby = ShardMemory(setup.ward_of(self._number), setup)
                 addresses["standby"] = self._standby.exposed.address
-                self._replica = Replica(self._state_layout(self._number))
+                self._replica = Replica(StateLayout(self._number, setup))
                 addresses["replica"] = self._replica.exposed.address
         if self._window.rank == 0:
             self._initial = self._expose_parameters()
             addresses["initial"] = self._initial.address
         return addresses
 
-    def _state_layout(self, server: int) -> StateLayout:
-        return StateLayout(self._setup.layout.shares[server], self._setup.make_optimizer)
-
     @torch.no_grad()
     def _expose_parameters(self) -> _C.ExposedTensor:
-        """This rank's parameters as the shares of all servers."""
         layout = self._setup.layout
         memory = empty(max(1, layout.num_elems), dtype=torch.float32)
         for view, parameter in zip(
@@ -106,14 +103,9 @@ class Connection:
         }
         initial = setup.layout.split(self._open(0, "initial").bytes.view(torch.float32))
         state = ShardState(initial[number], 1, 0, dict.fromkeys(setup.workers, 0), None)
-        self.shard = self._make_shard(number, self._memory, state, self._replica)
+        self.shard = ServerShard(number, setup, mailboxes, self._memory, state, self._replica)
         self.shard.start()
         self.loop = ServerLoop(self._window, mailboxes, [self.shard], self._wards())
-
-    def _make_shard(
-        self, server: int, memory: ShardMemory, state: ShardState, replica: Replica | None
-    ) -> ServerShard:
-        return ServerShard(server, self._setup, self._mailboxes, memory, state, replica)
 
     def _wards(self) -> list[Ward]:
         standby, setup = self._standby, self._setup
@@ -122,10 +114,11 @@ class Connection:
         number = setup.ward_of(self._number)
         rank = setup.servers[number]
         published = PublishedShard(number, setup, [(rank, self._open(rank, "shard"))])
-        replica = OpenedReplica(self._state_layout(number), self._open(rank, "replica"), published)
+        layout = StateLayout(number, setup)
+        replica = OpenedReplica(layout, self._open(rank, "replica"), published)
 
         def take_over() -> ServerShard:
-            shard = self._make_shard(number, standby, replica.load(), None)
+            shard = ServerShard(number, setup, self._mailboxes, standby, replica.load(), None)
             shard.start()
             return shard
 
@@ -148,10 +141,8 @@ class Connection:
 
     @torch.no_grad()
     def prepare(self, state_dict: Mapping[str, Any], names: Sequence[str]) -> ServerShard | None:
-        """This server's shard of a state, which has been checked; not published yet.
-
-        Raises ValueError: the state is of another optimizer.
-        """
+        """This server's shard of a checked state, not published yet; ValueError: it is of another
+        optimizer."""
         number, shard, setup = self._number, self.shard, self._setup
         if number is None or shard is None or self._memory is None:
             return None
@@ -166,20 +157,17 @@ class Connection:
             optimizer = for_optimizer(state_dict, names, groups, probed, may_grow)
         num_updates = state_dict["num_updates"]
         state = ShardState(values, shard.version + 1, num_updates, shard.clocks, optimizer)
-        return self._make_shard(number, self._memory, state, shard.replica)
+        return ServerShard(number, setup, self._mailboxes, self._memory, state, shard.replica)
 
     def go_on_with(self, prepared: ServerShard) -> None:
-        """Publishes a shard that was prepared, which replaces this server's."""
         assert self.loop is not None and self.shard is not None
         self.loop.replace(self.shard, prepared, self._timeout)
         self.shard = prepared
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Copies the newest versions to this worker's parameters."""
-        mailbox = self.mailbox
-        assert mailbox is not None
-        for shard in self.shards:
-            shard.copy_to(
-                self._parameters, lambda: mailbox.exposed.publish(LOOKED, mailbox.clock + 1)
-            )
+        """Copies the newest versions to this worker's parameters, if it is one."""
+        if (mailbox := self.mailbox) is not None:
+            order_loads = partial(mailbox.exposed.publish, LOOKED, mailbox.clock + 1)
+            for shard in self.shards:
+                shard.copy_to(self._parameters, order_loads)

@@ -37,10 +37,7 @@ class Ward(NamedTuple):
 
 
 class ServerLoop:
-    """The loop, which runs once, here or in a thread of its own.
-
-    Workers, whose mailboxes are by rank, ring the window after a push and when they leave.
-    """
+    """The loop, which runs once, here or in a thread of its own. Mailboxes are by rank."""
 
     def __init__(
         self,
@@ -136,7 +133,6 @@ class ServerLoop:
     # ---- in the background
 
     def start(self) -> None:
-        """Runs in a thread of its own, on a rank that also works."""
         self._thread = threading.Thread(target=self._run, name="rota-server", daemon=True)
         self._thread.start()
 
@@ -147,7 +143,6 @@ class ServerLoop:
             self.error = error
 
     def join(self, timeout: timedelta) -> bool:
-        """Waits until the thread has ended; False if it has not within the timeout."""
         assert self._thread is not None
         self._thread.join(timeout.total_seconds())
         return not self._thread.is_alive()
@@ -160,5 +155,4 @@ class ServerLoop:
 
     @property
     def awaited(self) -> list[int]:
-        """The workers that have neither left nor died."""
         return sorted(self._living)

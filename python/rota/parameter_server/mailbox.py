@@ -52,8 +52,8 @@ class Mailbox:
     ) -> None:
         """Fills the next slot, which nobody reads any more, and publishes it.
 
-        values, by number, are zeroes for None; bases are the parameters that they were computed
-        from, used if the layout keeps them; versions are those of each shard as last pulled.
+        values, by number, are zeroes for None; bases, the parameters that they were computed from,
+        are used if the layout keeps them; versions are those of each shard as last pulled.
         """
         index = self.clock % NUM_SLOTS
         slot = self._slots[index]
@@ -137,5 +137,4 @@ class OpenedMailbox:
         return scratch
 
     def base(self, clock: int, server: int) -> torch.Tensor:
-        """The server's parameters that the push was computed from, float32."""
         return self._slots[clock % NUM_SLOTS]["base", server]

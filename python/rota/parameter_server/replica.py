@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rota import _C, _torch
-from rota.parameter_server.setup import MakeOptimizer, Share
+from rota.parameter_server.setup import Setup
 from rota.parameter_server.shard import ShardState, probe
 from rota.shared.aligned import AlignedLayout, Views
 from rota.shared.apart import take_apart, unpickle_with
@@ -32,11 +32,12 @@ class StateLayout(AlignedLayout[str | int]):
     """Where a server's state lies in a save: "rest", its "length", and the optimizer's tensors by
     number; found with a step of a probe, unless there is no optimizer."""
 
-    def __init__(self, share: Share, make_optimizer: MakeOptimizer | None) -> None:
+    def __init__(self, server: int, setup: Setup) -> None:
         rest = b""
         tensors: list[torch.Tensor] = []
-        if make_optimizer is not None and share.parameters:
-            rest, tensors = take_apart(_in_order(probe(share, make_optimizer)[0]))
+        share = setup.layout.shares[server]
+        if setup.make_optimizer is not None and share.parameters:
+            rest, tensors = take_apart(_in_order(probe(share, setup.make_optimizer)[0]))
         self.looks = _looks_of(tensors)
         self.rest_bytes = 2 * len(rest) + _SPARE_BYTES
         super().__init__(
@@ -62,8 +63,8 @@ class Replica(DoubleBuffer[Views[str | int]]):
         optimizer: torch.optim.Optimizer | None,
         num_updates: int,
     ) -> None:
-        """Saves what belongs to a published version; the optimizer may have no other state than
-        after its first step."""
+        """Saves what belongs to a published version; RuntimeError: the optimizer has other state
+        than after its first step."""
         state_dict, looks = None, self._layout.looks
         # Before its first step an optimizer has no state, or one that needs no tensors.
         if optimizer is not None and (optimizer.state or not looks):

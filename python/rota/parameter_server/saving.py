@@ -36,7 +36,6 @@ class Save(NamedTuple):
 
     @classmethod
     def unpacked(cls, memory: torch.Tensor) -> Save:
-        """A copy of what was packed into these bytes."""
         file = io.BytesIO(memory.numpy().tobytes())
         return cls(*torch.load(file, weights_only=False))  # written by another rank of the group
 
@@ -64,7 +63,7 @@ def by_number(
 
 
 def merged(saves: Iterable[Save], names: Sequence[str]) -> dict[str, Any]:
-    """The whole state of the saves of all servers. names: of the parameters, by number."""
+    """The whole state of all servers' saves; names are by number of the parameter."""
     saves = list(saves)
     values: dict[int, torch.Tensor] = {}
     states: dict[int, dict[str, Any]] = {}
@@ -89,7 +88,6 @@ def merged(saves: Iterable[Save], names: Sequence[str]) -> dict[str, Any]:
 
 
 def check(state_dict: object, shapes: Mapping[str, torch.Size], average_weights: bool) -> None:
-    """Raises TypeError or ValueError if a state is not one of these parameters."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"{_NAME}: state_dict is of type {type(state_dict).__name__}, expected a dict as "
@@ -169,11 +167,8 @@ def for_optimizer(
     probed: Mapping[str, Any],
     may_grow: bool,
 ) -> dict[str, Any]:
-    """What a server's optimizer loads: copies of its parameters' part of a checked state.
-
-    `probed` is the state_dict() of an optimizer like it after a step; a state has as many entries,
-    or more if it may grow.
-    """
+    """What a server's optimizer loads: copies of its parameters' part of a checked state, which has
+    the entries of `probed`, an optimizer's like it after a step, or more if it may grow."""
     saved = state_dict["optimizer"]
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     for own, numbers in zip(probed["param_groups"], groups, strict=True):

@@ -59,7 +59,7 @@ from rota.parameter_server import arguments, saving
 from rota.parameter_server.connection import Connection
 from rota.parameter_server.loop import PUSH_CHANNEL
 from rota.parameter_server.mailbox import Mailbox
-from rota.parameter_server.setup import MakeOptimizer, PushLayout, Rules, Setup
+from rota.parameter_server.setup import MakeOptimizer, PushLayout, Setup
 from rota.parameter_server.shard import (
     APPLIED,
     CONSUMED,
@@ -81,7 +81,7 @@ class ParameterServer:
     """Trains a model through servers, each of which holds some of its parameters.
 
     A worker pushes gradients and pulls parameters; a server applies a torch optimizer to a float32
-    copy of its parameters. Three modes:
+    copy of its parameters, in one of three modes:
 
     - "sync": an update is the mean of one push of every worker, and pull() waits for it. Training
       has the bits of `Communicator.all_reduce(op="avg")` in float32 and the same optimizer.
@@ -90,16 +90,15 @@ class ParameterServer:
       `staleness` are applied: stale-synchronous parallel (Ho et al., NeurIPS 2013).
 
     A worker that dies is no longer waited for. A server that dies is replaced by its replica, and
-    every push is applied once. Servers get whole parameters, so that an optimizer sees them in
-    their shapes.
+    every push is applied once.
 
     Args:
         parameters_or_module: the same on every rank; what requires a gradient is trained. CPU
             tensors of float32, bfloat16 or float16. They get the values of the group's rank 0.
-            Buffers, such as the statistics of BatchNorm, stay as each rank has them.
-        make_optimizer: called on a server with its float32 parameters (a list), once unless there
-            are replicas or a state is loaded; returns their optimizer. None if weights are
-            averaged.
+            Buffers stay as each rank has them.
+        make_optimizer: called on a server with its float32 parameters (a list, of whole ones);
+            returns their optimizer. Called again for replicas and loaded states. None if weights
+            are averaged.
         group: the ranks, all on one host; None is the default group, on any backend.
         servers: ranks (of the group) that do nothing but serve: they call serve(). None: every
             rank works and serves, in a thread of its own.
@@ -109,19 +108,17 @@ class ParameterServer:
         average_weights: workers push weights instead of gradients, as after some steps of their
             own. "sync": their mean becomes the parameters. Otherwise each push replaces its share,
             one over the number of workers.
-        wire_dtype: rounds pushes, as in HookState; None or float32: no rounding. Sums and
-            parameters stay float32.
-        block_scaling: scale blocks of 32 or 64 elements, as in HookState.
+        wire_dtype, block_scaling: round pushes, as in HookState; None or float32: no rounding. Sums
+            and parameters stay float32.
         error_feedback: add each rounding error to the worker's next push (Seide et al. 2014); needs
-            4 bytes per parameter. An Inf or NaN is pushed, but leaves no error behind.
-        delay_compensation: lambda of DC-ASGD (Zheng et al., ICML 2017): a delayed gradient g
-            becomes g + lambda * g * g * (w - w_pulled), with w_pulled as the parameters are at the
-            push. 0: none. Not for "sync".
+            4 bytes per parameter. An Inf or NaN leaves no error behind.
+        delay_compensation: lambda of DC-ASGD (Zheng et al., ICML 2017), which corrects delayed
+            gradients to first order; 0: none. Not for "sync".
         lr_lambda: lr_lambda(i) is the factor of the optimizer's learning rates in update i of a
             server, from 0, as in torch.optim.lr_scheduler.LambdaLR.
-        replicas: servers that hold a copy of each server's state and go on if it dies: 0, or 1 (the
-            next server), which is the default where there are several servers. Learning rates must
-            then come from lr_lambda.
+        replicas: servers that hold a copy of each server's state and go on if it dies: 0, or 1,
+            which is the default where there are several servers. Learning rates must then come from
+            lr_lambda.
         timeout: of every wait for another rank; None is that of the group.
 
     Making one is collective: every rank of the group makes them in the same order. It blocks until
@@ -197,12 +194,8 @@ class ParameterServer:
         self._num_loads = 0
         # Not detached: model.to() and `parameter.data = ...` give them other memory.
         self._parameters = list(self._named.values())
-        is_dedicated = servers is not None
-        self.workers = [  # by rank
-            rank
-            for rank in range(self._world_size)
-            if not is_dedicated or rank not in self._servers
-        ]
+        ranks = range(self._world_size)
+        self.workers = [r for r in ranks if servers is None or r not in self._servers]
         # How far this rank's clock may be ahead; None: any number.
         self._bound = {"sync": 0, "async": None, "stale": staleness}[mode]
         self._average_weights = average_weights
@@ -217,7 +210,10 @@ class ParameterServer:
             self.workers,
             self._servers,
             layout,
-            Rules(mode, average_weights, delay_compensation, lr_lambda),
+            mode,
+            average_weights,
+            delay_compensation,
+            lr_lambda,
             make_optimizer,
             error_feedback,
             self._num_replicas,
@@ -303,9 +299,9 @@ class ParameterServer:
     def pull(self) -> None:
         """Copies the newest parameters into this worker's, in place.
 
-        "sync" and "stale" wait first, as described above; also for a worker that pushes less often
-        than the others, until it calls close(). The parameters of one server are always of one
-        version; those of several servers may differ by some updates, except in "sync".
+        "sync" and "stale" wait first, also for a worker that pushes less often than the others,
+        until it calls close(). The parameters of one server are always of one version; those of
+        several servers may be some updates apart, except in "sync".
 
         Raises what push() raises; the parameters then stay as they were.
         """
@@ -326,11 +322,9 @@ class ParameterServer:
         self.pull()
 
     def flush(self) -> None:
-        """Blocks until every push of this worker is applied.
+        """Blocks until every push of this worker is applied; raises what push() raises.
 
         When all workers have flushed, pull() gives all of them the same parameters.
-
-        Raises what push() raises.
         """
         mailbox = self._own_mailbox("flush")
         for shard in self._connection.shards:
@@ -341,11 +335,9 @@ class ParameterServer:
     def state_dict(self) -> dict[str, Any]:
         """The whole state of the training, from all servers, on this worker. Not collective.
 
-        A server waits until it has applied this worker's pushes, and saves its part between two
-        updates. In "sync" other workers cannot push further than this one, so that one worker's
-        call between two steps gets the state after as many updates of all servers. In the other
-        modes servers may be some updates apart, as in pull(); for one state of all, have every
-        worker call flush() first, and push again after a barrier that follows the call.
+        In "sync" it is the state between two steps of this worker. In the other modes servers may
+        be some updates apart, as in pull(); for one state of all, have every worker call flush()
+        first, and push again after a barrier that follows the call.
 
         Returns:
             A dict of "num_updates": of each server, or the most; "parameters": float32, by name
@@ -385,11 +377,9 @@ class ParameterServer:
         """Goes on from a state_dict(), with the same or another number of servers and workers.
 
         Collective: every rank calls it with the same state, before the first push; dedicated
-        servers before serve(). In "sync" training then has the bits of one that never stopped, if
-        the optimizer looks at each element alone and as many workers push the same gradients.
-        Scaled blocks are cut by server, so with block_scaling the number of servers counts, too.
-        With error_feedback each worker loads what it saved itself; residuals that another worker
-        saved, or one of another number of workers, are dropped.
+        servers before serve(). With error_feedback each worker loads what it saved itself;
+        residuals that another worker saved, or one of another number of workers, are dropped.
+        docs/parameter-server.md says when training then has the bits of one that never stopped.
 
         The options of the optimizer, such as its learning rate, become those that were saved; with
         lr_lambda, learning rates are make_optimizer's times the factor of the next update.
@@ -400,8 +390,7 @@ class ParameterServer:
         Raises:
             TypeError, ValueError: it is the state of other parameters or another optimizer; nothing
                 was loaded. The other ranks raise rota.TransportError, which names the rank.
-            RuntimeError: this worker has pushed, or a dedicated server serves; the other ranks as
-                above.
+            RuntimeError: this worker has pushed, or a dedicated server serves.
             rota.Mismatch: ranks have states of different updates.
             rota.Timeout: a rank did not come in time.
         """
@@ -445,13 +434,9 @@ class ParameterServer:
             for name, residual in zip(names, owed, strict=False):
                 residual.copy_(residuals[name]) if residuals else residual.zero_()
 
-        def pull() -> None:
-            if connection.mailbox is not None:
-                connection.pull()
-
         check_alike("rota.ParameterServer.load_state_dict", steps.step(prepare))
         steps.step(commit)
-        steps.step(pull)  # before anyone can push
+        steps.step(connection.pull)  # before anyone can push
 
     def _check_none_serves(self, load: int) -> None:
         """Raises RuntimeError if a dedicated server serves without having taken part in a load."""
@@ -557,7 +542,6 @@ class ParameterServer:
                 self._window.signal(rank, PUSH_CHANNEL)
 
     def _wait(self, call: str, shard: PublishedShard, word: int, value: int) -> None:
-        """Waits until a server's word is at least `value`."""
         while shard.opened.load(word) < value:
             try:
                 if not shard.opened.wait(word, value, self._timeout):
@@ -578,24 +562,23 @@ class ParameterServer:
         self._wait(call, shard, DONE, 1)
 
     def _late(self, call: str, shard: PublishedShard, word: int, value: int) -> Timeout:
+        waited = (
+            f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waited "
+            f"{self._timeout.total_seconds():g} s for server rank {shard.rank}"
+        )
         if word == word_of(self._rank, SAVED):
-            return Timeout(
-                f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waited "
-                f"{self._timeout.total_seconds():g} s for server rank {shard.rank} to save its "
-                f"parameters: is it in serve()?"
-            )
+            return Timeout(f"{waited} to save its parameters: is it in serve()?")
         whose = "every worker" if word == SLOWEST else "this worker"
         return Timeout(
-            f"rota.ParameterServer.{call}: rank {self._rank}/{self._world_size} waited "
-            f"{self._timeout.total_seconds():g} s for server rank {shard.rank} to apply {value} "
-            f"pushes of {whose}; workers {self._workers_behind(value)} have pushed less often: are "
-            f"they alive?"
+            f"{waited} to apply {value} pushes of {whose}; workers {self._workers_behind(value)} "
+            f"have pushed less often: are they alive?"
         )
 
     def _workers_behind(self, clock: int) -> list[int]:
         """The living workers with fewer pushes, as far as is known: for texts."""
-        clocks: dict[int, int] = {}
+        behind = []
         for worker in self.workers:
             with contextlib.suppress(PeerFailed):
-                clocks[worker] = int(self._window.view(worker)[0])
-        return [worker for worker, pushes in clocks.items() if pushes < clock]
+                if int(self._window.view(worker)[0]) < clock:
+                    behind.append(worker)
+        return behind

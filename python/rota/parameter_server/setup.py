@@ -30,11 +30,9 @@ class Share(AlignedLayout[int]):
         self.num_elems = self.end // 4
 
     def zeros(self) -> torch.Tensor:
-        """(num_elems)"""
         return torch.zeros(self.num_elems, dtype=torch.float32, device="cpu")
 
     def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Its parameters in `flat` (num_elems), in their shapes."""
         return list(self.views(flat.view(torch.uint8)).values())
 
 
@@ -53,8 +51,8 @@ def assign(num_elems: Sequence[int], num_servers: int) -> list[tuple[int, ...]]:
 class PushLayout:
     """Where the parts of a push lie in a slot; the same on all ranks.
 
-    The sections of a slot are "versions", of each shard as last pulled, and of each server "values"
-    in the wire's format and, where kept, "base": the float32 parameters they were computed from.
+    They are "versions", of each shard as last pulled, and of each server "values" in the wire's
+    format and, where kept, "base": the float32 parameters they were computed from.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class PushLayout:
         self.slot = AlignedLayout(sections)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The shares of all servers, one after another in `flat`."""
         return list(flat[: self.num_elems].split([share.num_elems for share in self.shares]))
 
     def by_number(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,15 +82,6 @@ class PushLayout:
         return [views[number] for number in range(len(views))]
 
 
-class Rules(NamedTuple):
-    """What an update is."""
-
-    mode: str  # "sync", "async" or "stale"
-    average_weights: bool
-    delay_compensation: float
-    lr_lambda: Callable[[int], float] | None
-
-
 class Setup(NamedTuple):
     """What all ranks agree on, and this rank's functions."""
 
@@ -101,7 +89,11 @@ class Setup(NamedTuple):
     workers: Sequence[int]  # ranks, ascending
     servers: Sequence[int]  # by number of their shard
     layout: PushLayout
-    rules: Rules
+    # What an update is.
+    mode: str  # "sync", "async" or "stale"
+    average_weights: bool
+    delay_compensation: float
+    lr_lambda: Callable[[int], float] | None
     make_optimizer: MakeOptimizer | None  # None if weights are averaged
     error_feedback: bool
     num_replicas: int  # 0 or 1

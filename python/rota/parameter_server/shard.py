@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,7 +122,7 @@ class ServerShard:
         self._server = server
         self._mailboxes = mailboxes
         self._memory = memory
-        self._rules = setup.rules
+        self._setup = setup
         self.replica = replica
         self._share = share = setup.layout.shares[server]
         self._flat = state.values.clone()
@@ -148,13 +148,9 @@ class ServerShard:
         self.delays: dict[int, Counter[int]] = {worker: Counter() for worker in mailboxes}
 
     def start(self) -> None:
-        """Publishes what it starts from."""
-        self._publish(self._mailboxes, self._mailboxes)
-        self._save_state()
-        self._publish_consumed(self._mailboxes)
+        self._publish_update(self._mailboxes, self._mailboxes)
 
     def close(self) -> None:
-        """Lets workers know that no version follows."""
         self._memory.exposed.close()
 
     # ---- updates
@@ -169,9 +165,9 @@ class ServerShard:
         if not pushers:
             return False
         clock = self.clocks[pushers[0]]
-        if self._rules.mode != "sync":
+        if self._setup.mode != "sync":
             self._apply(pushers[0], clock)
-        elif self._rules.average_weights:
+        elif self._setup.average_weights:
             self._average(pushers, clock, self._flat)
         else:
             self._average(pushers, clock, self._gradient)
@@ -183,18 +179,12 @@ class ServerShard:
             self.clocks[worker] = clock + 1
         self.version += 1
         self.num_updates += 1
-        self._publish(pushers, living)
-        self._save_state()
-        self._publish_consumed(pushers)
+        self._publish_update(pushers, living)
         return True
-
-    def _save_state(self) -> None:
-        if self.replica is not None:
-            self.replica.save(self.version, self.clocks, self.optimizer, self.num_updates)
 
     def _pushers(self, living: Set[int]) -> list[int]:
         """The workers whose pushes make the next update; none if not all have come."""
-        if self._rules.mode == "sync":
+        if self._setup.mode == "sync":
             clock = max(self.clocks.values())
             pushers = [w for w, mailbox in self._mailboxes.items() if mailbox.num_pushed > clock]
             return pushers if living <= set(pushers) else []
@@ -203,10 +193,7 @@ class ServerShard:
         return list(itertools.islice(ready, 1))
 
     def _average(self, pushers: Sequence[int], clock: int, total: torch.Tensor) -> None:
-        """The mean of pushes: added in ascending rank, left to right, then divided.
-
-        These are the bits of all_reduce(op="avg").
-        """
+        """The mean of pushes, with the bits of all_reduce(op="avg")."""
         mailboxes = [self._mailboxes[worker] for worker in pushers]
         first = mailboxes[0].values(clock, self._server, total)
         if len(mailboxes) == 1:
@@ -226,27 +213,25 @@ class ServerShard:
     def _apply(self, worker: int, clock: int) -> None:
         mailbox = self._mailboxes[worker]
         values = mailbox.values(clock, self._server, self._gradient)
-        if self._rules.average_weights:
+        if self._setup.average_weights:
             # Each worker's newest weights, on average, make up the whole.
             self._flat.lerp_(values, 1 / len(self._mailboxes))
             return
         if values is not self._gradient:
             self._gradient.copy_(values)
-        if self._rules.delay_compensation != 0:
-            self._compensate(mailbox.base(clock, self._server))
+        if (compensation := self._setup.delay_compensation) != 0:
+            # The first-order change of the gradient since the worker's pull, with the diagonal of
+            # g g^T for the Hessian (DC-ASGD, Zheng et al. 2017): g + lambda g * g * (w - w_pulled).
+            base = mailbox.base(clock, self._server)
+            moved = torch.sub(self._flat, base, out=self._scratch).mul_(self._gradient)
+            self._gradient.addcmul_(self._gradient, moved, value=compensation)
         self._step()
-
-    def _compensate(self, base: torch.Tensor) -> None:
-        """Adds the first-order change of the gradient since the worker's pull, with the diagonal
-        of g g^T for the Hessian (DC-ASGD, Zheng et al. 2017): g + lambda g * g * (w - w_pulled)."""
-        moved = torch.sub(self._flat, base, out=self._scratch).mul_(self._gradient)
-        self._gradient.addcmul_(self._gradient, moved, value=self._rules.delay_compensation)
 
     def _step(self) -> None:
         if self.optimizer is None:
             return
-        if self._rules.lr_lambda is not None:
-            factor = self._rules.lr_lambda(self.num_updates)
+        if self._setup.lr_lambda is not None:
+            factor = self._setup.lr_lambda(self.num_updates)
             for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
                 group["lr"] = peak * factor
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
@@ -260,21 +245,20 @@ class ServerShard:
 
     # ---- publishing
 
-    def _publish(self, pushers: Iterable[int], living: Iterable[int]) -> None:
-        """Publishes the version, which has the pushes of these workers."""
+    def _publish_update(self, pushers: Collection[int], living: Iterable[int]) -> None:
+        """Publishes the version, which has the pushes of these workers, and saves it."""
         self._memory.begin(self.version).copy_(self._flat)
         self._memory.finish(self.version)
         # First, so that workers that have all flushed are nobody's slowest any more.
         self.publish_slowest(living)
         for worker in pushers:
             self._memory.exposed.publish(word_of(worker, APPLIED), self.clocks[worker])
-
-    def _publish_consumed(self, pushers: Iterable[int]) -> None:
+        if self.replica is not None:
+            self.replica.save(self.version, self.clocks, self.optimizer, self.num_updates)
         for worker in pushers:
             self._memory.exposed.publish(word_of(worker, CONSUMED), self.clocks[worker])
 
     def publish_slowest(self, living: Iterable[int]) -> None:
-        """Publishes how many pushes of each living worker are applied at least."""
         slowest = min((self.clocks[worker] for worker in living), default=None)
         if slowest is not None:
             self._memory.exposed.publish(SLOWEST, slowest)
@@ -303,13 +287,12 @@ class ServerShard:
             self._memory.exposed.publish(word_of(worker, SAVED), question)
 
     def forget(self, worker: int) -> None:
-        """Frees the save that a worker may have asked for."""
         self._saves.pop(worker, None)
 
     def _save(self) -> Save:
         numbers = self._share.parameters
         values = dict(zip(numbers, self._views, strict=True))
-        if self._rules.average_weights:
+        if self._setup.average_weights:
             return Save(self.num_updates, values, None, None)
         if self.optimizer is None:  # there are no parameters
             return Save(self.num_updates, values, {}, {})
@@ -342,7 +325,6 @@ class PublishedShard(OpenedDoubleBuffer[torch.Tensor]):
         return True
 
     def read_save(self, worker: int, timeout: timedelta) -> Save:
-        """The save that a worker has asked for; TransportError if the server could not make it."""
         found = json.loads(self._notes[worker].numpy().tobytes().rstrip(b"\0"))
         if "error" in found:
             raise TransportError(
