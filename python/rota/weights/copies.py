@@ -73,22 +73,15 @@ def overlap_of(box: Box, box_origin: Indices, shard: WeightShard) -> Overlap | N
 
 @dataclass
 class BucketCopy:
-    """One bucket's way; tensors are views that are made once.
-
-    Attributes:
-        publisher, bucket: indices of the publisher, and of the bucket among its own.
-        copied: where its bytes are copied to; uint8.
-        wire: what `decoded`, float32, is decoded from.
-        parts: what is copied from there, as pairs (to, from).
-    """
+    """One bucket's way; tensors are views that are made once."""
 
     publisher: int
-    bucket: int
+    bucket: int  # among the publisher's own
     name: str
-    copied: torch.Tensor
+    copied: torch.Tensor  # where its bytes are copied to; uint8
     wire: Wire
-    decoded: torch.Tensor
-    parts: list[tuple[torch.Tensor, torch.Tensor]]
+    decoded: torch.Tensor  # from `copied`
+    parts: list[tuple[torch.Tensor, torch.Tensor]]  # what is copied from there, as pairs (to, from)
 
     def run(self, source: torch.Tensor, checksum: int) -> bool:
         """Copies the bucket's bytes; False, with nothing decoded, if they are damaged."""

@@ -32,17 +32,12 @@ _WATCH_TIMEOUT = timedelta(seconds=1)
 
 @dataclass(frozen=True)
 class PublisherClaim(Claim):
-    """One publisher: a process that wants to publish, or does.
-
-    Attributes:
-        name: of the weights.
-        address: of its memory.
-    """
+    """One publisher: a process that wants to publish, or does."""
 
     NOUN = "publisher"
 
-    name: str
-    address: str
+    name: str  # of the weights
+    address: str  # of its memory
 
     @property
     def what(self) -> str:
@@ -74,9 +69,8 @@ class Directory:
     def tell(self, rank: int, num_publishers: int, error: Exception) -> _C.ExposedTensor:
         """Claims a rank in order to tell the other publishers, which would wait for it, why not.
 
-        Returns:
-            Memory: the claim counts while it exists, so that others do not mistake it for one from
-            before their own start.
+        The claim counts while the returned memory exists, so that others do not mistake it for one
+        from before their own start.
         """
         memory = _C.ExposedTensor(empty(1), FIRST_FREE_WORD, others_may_write=False)
         claim = PublisherClaim(rank, num_publishers, self._name, memory.address)
@@ -116,12 +110,10 @@ class Directory:
         return None if text is None else [PublisherClaim.of(fields) for fields in json.loads(text)]
 
     def layout(self, claim: PublisherClaim) -> Layout:
-        """The layout of a publisher without an error."""
         return Layout.from_json(self._store.get(f"layout/{claim.token}").decode())
 
     @staticmethod
     def open(claim: PublisherClaim, layout: Layout, timeout: timedelta) -> OpenedPublisher:
-        """Maps the memory of a publisher on this host."""
         _check_host(_C.host_id(), "this process", claim)
         return OpenedPublisher(claim.title, claim.address, layout, timeout)
 

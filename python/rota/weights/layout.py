@@ -123,25 +123,14 @@ def check_strides(
             )
 
 
-def is_published_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of a DTensor."""
-    dtensor = as_dtensor(tensor)
-    return dtensor is None or holders_of(dtensor)[:1] == [dist.get_rank()]
-
-
 @dataclass(frozen=True)
 class TensorPart:
-    """One publisher's part of one tensor, row by row in its memory.
-
-    Attributes:
-        dtype, wire_dtype: torch's names, such as "bfloat16"; wire_dtype is None for elements that
-            are stored as they are.
-    """
+    """One publisher's part of one tensor, row by row in its memory."""
 
     name: str
-    dtype: str
+    dtype: str  # torch's name, such as "bfloat16"
     shard: WeightShard
-    wire_dtype: str | None
+    wire_dtype: str | None  # None: elements are stored as they are
     block_scaling: bool
 
     @property
@@ -203,10 +192,12 @@ class Layout:
 def lay_out(
     tensors: Mapping[str, torch.Tensor], shards: Mapping[str, WeightShard], wire: Wire
 ) -> Layout:
-    """The layout of one publisher's tensors. shards: as in shard_of()."""
+    """The layout of one publisher's tensors; shards are as in shard_of()."""
     parts = []
     for name, tensor in tensors.items():
-        if is_published_here(tensor):
+        dtensor = as_dtensor(tensor)
+        # Only the first of the ranks that hold the same part of a DTensor publishes it.
+        if dtensor is None or holders_of(dtensor)[:1] == [dist.get_rank()]:
             narrow = wire if wire.narrows(tensor.dtype) else Wire()
             parts.append(
                 TensorPart(
@@ -232,7 +223,6 @@ def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
 
 
 def check_unchanged(first: Mapping[str, Form], now: Mapping[str, Form]) -> None:
-    """Raises ValueError if a later version has other forms than the first."""
     if first == now:
         return
     name = next(name for name in [*first, *now] if first.get(name) != now.get(name))

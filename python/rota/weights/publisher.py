@@ -110,7 +110,11 @@ class Publisher:
                     f"expected a dense tensor on the CPU"
                 )
         if self._started is None:
-            self._started = self._start(tensors, deadline)
+            try:
+                self._started = self._start(tensors, deadline)
+            except Exception as error:
+                self._failed = self._directory.tell(self._rank, self._num_publishers, error)
+                raise
         started = self._started
         check_unchanged(started.forms, forms_of(tensors))
         number = self._number + 1
@@ -125,13 +129,6 @@ class Publisher:
             self._directory.set_current(started.claims)
 
     def _start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
-        try:
-            return self._try_to_start(tensors, deadline)
-        except Exception as error:
-            self._failed = self._directory.tell(self._rank, self._num_publishers, error)
-            raise
-
-    def _try_to_start(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> _Started:
         layout = lay_out(tensors, self._shards, self._wire)
         memory, slots = expose_slots(layout.memory)
         claim = self._directory.claim(self._rank, self._num_publishers, memory, layout)
@@ -160,17 +157,13 @@ class Publisher:
                     f"version {self._version}; is it alive?"
                 )
             for done, own in ((number - 1, self._version), (number, version)):
-                if 0 < done <= peer.num_done:
-                    self._check_version(peer, done, own)
-
-    def _check_version(self, peer: OpenedPublisher, number: int, version: int) -> None:
-        publication = peer.publication(number)
-        if publication is not None and publication.version != version:
-            raise Mismatch(
-                f"rota.WeightStore.publish: publication {number} is version {version} on "
-                f"{self._who}, but version {publication.version} on {peer.who}; all publishers "
-                f"must publish the same versions"
-            )
+                publication = peer.publication(done) if 0 < done <= peer.num_done else None
+                if publication is not None and publication.version != own:
+                    raise Mismatch(
+                        f"rota.WeightStore.publish: publication {done} is version {own} on "
+                        f"{self._who}, but version {publication.version} on {peer.who}; all "
+                        f"publishers must publish the same versions"
+                    )
 
     def close(self) -> None:
         self._is_closed = True

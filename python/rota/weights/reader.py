@@ -16,27 +16,15 @@ from rota.rendezvous.polling import poll
 from rota.sharding import as_dtensor, like, local_of
 from rota.weights.copies import plan
 from rota.weights.directory import Directory, PublisherClaim
-from rota.weights.layout import (
-    WeightShard,
-    dtype_named,
-    name_of,
-    parts_by_name,
-    shard_of,
-)
+from rota.weights.layout import WeightShard, dtype_named, name_of, parts_by_name, shard_of
 from rota.weights.memory import OpenedPublisher, Publication
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader's part of a tensor lies.
-
-    Attributes:
-        dtype: None takes the published one.
-        example: a DTensor to place results like, if any.
-    """
-
     shard: WeightShard
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None  # None: the published one
+    # A DTensor to place results like, if any.
     example: torch.Tensor | None = field(default=None, compare=False)
 
 
@@ -73,9 +61,6 @@ class _Source:
         """The newest publication that is whole on all publishers."""
         return min(publisher.num_done for publisher in self.publishers)
 
-    def is_overwritten(self, number: int) -> bool:
-        return any(publisher.is_overwritten(number) for publisher in self.publishers)
-
     def check(self, places: Mapping[str, Place]) -> None:
         """Raises Mismatch if something else is wanted than was published."""
         reader = f"this reader (pid {os.getpid()})"
@@ -98,11 +83,7 @@ class _Source:
 
 
 class _Results:
-    """Tensors of the reader, and the copies that fill them.
-
-    Attributes:
-        publication: what the tensors hold; None if it is not whole.
-    """
+    """Tensors of the reader, and the copies that fill them."""
 
     def __init__(self, source: _Source, places: Mapping[str, Place]) -> None:
         shards = {name: place.shard for name, place in places.items()}
@@ -116,7 +97,7 @@ class _Results:
             for name, tensor in tensors.items()
         }
         self.copies = plan(source.publishers, tensors, shards)
-        self.publication: Publication | None = None
+        self.publication: Publication | None = None  # what the tensors hold, if that is whole
 
 
 class Reader:
@@ -277,7 +258,7 @@ class Reader:
             if not publisher.is_overwritten(number):
                 raise publisher.damage(f"{copy.name!r} in version {publications[0].version}")
             return None
-        if source.is_overwritten(number):
+        if any(publisher.is_overwritten(number) for publisher in source.publishers):
             return None
         results.publication = publications[0]
         return results

@@ -22,15 +22,10 @@ class WeightStore:
     """Versions of a model's weights that trainers publish and readers pull, on one host.
 
     The trainers' ranks publish their shards, however the model is sharded, and keep the last two
-    versions in shared memory. A reader copies the newest version from there, in shards of its own.
-    Everybody finds each other through a torch Store; readers need no process group, come and go at
-    any time, and are never waited for.
-
-    - A reader gets one whole version, never parts of two.
-    - A reader that is slow, stopped or dead changes nothing for anybody else.
-    - When a publisher dies, readers that have pulled from it before still get the last version that
-      was whole. When it has started again, under the same rank, they find it.
-    - Every bucket of 16 MiB has a checksum, with which a reader compares what it has copied.
+    versions in shared memory. A reader copies the newest from there, whole and with checksums, in
+    shards of its own. Readers need no process group, come and go at any time, and are never waited
+    for. When a publisher dies, readers that have pulled from it still get its last whole version,
+    and find it again once it has started under the same rank (docs/weights.md).
 
     With several publishers, all publish the same versions, each its shards, and publish() of one
     version waits until all are done with the version before. If one of them ends, publish() raises
@@ -52,8 +47,7 @@ class WeightStore:
         wire_dtype: a publisher stores tensors of a wider float dtype rounded to this one, once and
             to nearest: float16, bfloat16, float8_e4m3fn or float8_e5m2. float64 is rounded to
             float32 first. Readers get the dtype that was published.
-        block_scaling: of wire_dtype, as in `rota.HookState`: every 32 (float8_e4m3fn) or 64
-            elements get a scale of their own.
+        block_scaling: of wire_dtype, as in `rota.HookState`.
         timeout: of each publish() and pull(); None is that of the group or the store.
 
     Raises:
@@ -131,9 +125,9 @@ class WeightStore:
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Stores this rank's shards as a new version and shows it to all readers. Blocks.
 
-        Copies all bytes once, in this thread. The first call also reserves the memory, two versions
-        of this rank's shards, and blocks until all publishers have called it. Later ones block
-        until all are done with the version before.
+        Copies all bytes once, in this thread. The first call also reserves the memory, and blocks
+        until all publishers have called it. Later ones block until all are done with the version
+        before.
 
         Args:
             version: from 0 on, and greater than that of the call before; a training step, for
@@ -149,8 +143,8 @@ class WeightStore:
                 publishes, publishers that differ in dtype, shape or version; names both. Nothing
                 was published.
             rota.TransportError: memory is short, or publishers are on several hosts.
-            rota.PeerFailed: another publisher has ended.
-            rota.Timeout: another publisher did not publish; names it.
+            rota.PeerFailed, rota.Timeout: another publisher has ended, or did not publish; names
+                it.
         """
         if self._publisher is None:
             raise ValueError("rota.WeightStore.publish: this is a reader; publishers have a rank")
@@ -173,8 +167,8 @@ class WeightStore:
             at_least: the oldest version that will do.
             timeout: of this call, instead of the store's. Zero does not wait.
             into: tensors to fill instead, by name, on any device: DTensors, plain tensors of the
-                shards given to the constructor, and whole ones. They are written when all of the
-                version has been copied and checked, at the cost of a second copy.
+                shards given to the constructor, and whole ones. They are written, by a second copy,
+                when all of the version has been checked.
 
         Returns:
             The version, and the tensors by name, those of `into` if it was given. Where the
@@ -196,9 +190,8 @@ class WeightStore:
     def close(self) -> None:
         """Ends a publisher's part, as the end of its process does. Idempotent; does not wait.
 
-        Readers that have pulled from it can still pull its last version, and another publisher can
-        take its rank. The memory is freed when they have all gone, or pull from that other one.
-        publish() raises from now on.
+        Another publisher can take its rank. The memory is freed when the readers that have pulled
+        from it have gone, or pull from that other one.
         """
         if self._publisher is not None:
             self._publisher.close()
