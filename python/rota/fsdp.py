@@ -29,33 +29,32 @@ PARAMETER_WIRE_DTYPES = (
 GRADIENT_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Buffers:
-    """FSDP's buffers: on the CPU where peers read them in place, and used again."""
+class _Collective:
+    """Keeps FSDP's buffers on the CPU for the next of their lengths, in memory of `rota.empty`,
+    where peers read them in place."""
 
-    def __init__(self) -> None:
+    _wire_dtypes: tuple[torch.dtype, ...]
+
+    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
+        _check_dtype(type(self).__name__, "wire_dtype", wire_dtype, self._wire_dtypes)
         self._pool = _C.HeapPool()
+        self.wire_dtype = wire_dtype
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer for FSDP, of any values.
-
-        On the CPU its memory is that of `rota.empty`, which peers read in place, and returns to
-        this object for the next buffer of the same length; on a GPU it is that of `torch.empty`.
-        """
+        """A buffer for FSDP, of any values; on a GPU that of `torch.empty`."""
         if device.type != "cpu":
             return torch.empty(*size, dtype=dtype, device=device)
         lengths = [int(length) for length in size]
         return self._pool.empty(math.prod(lengths), dtype).view(lengths)
 
 
-class AllGather(_Buffers, _torch.FsdpAllGather):
+class AllGather(_Collective, _torch.FsdpAllGather):
     """Gathers FSDP2's parameters; for `FSDPModule.set_custom_all_gather`.
 
     With a wire dtype each rank encodes its shard once, and all ranks, its owner included, compute
-    with what they decode from the same bytes: all hold the same values, and the sharded parameters,
-    which the optimizer updates, keep their precision. Without one, parameters travel as they are,
-    after the cast to a mixed precision policy's `param_dtype`.
+    with what they decode from the same bytes; the sharded parameters keep their precision.
 
     Args:
         wire_dtype: torch.bfloat16 or float16; float8_e4m3fn or float8_e5m2 in scaled blocks of 32
@@ -64,15 +63,9 @@ class AllGather(_Buffers, _torch.FsdpAllGather):
 
     Raises:
         TypeError: wire_dtype is none of these.
-
-    Example:
-        >>> module.set_custom_all_gather(rota.fsdp.AllGather(torch.float8_e4m3fn))
     """
 
-    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        _check_dtype("AllGather", "wire_dtype", wire_dtype, PARAMETER_WIRE_DTYPES)
-        self.wire_dtype = wire_dtype
+    _wire_dtypes = PARAMETER_WIRE_DTYPES
 
     def __call__(
         self,
@@ -114,13 +107,12 @@ class AllGather(_Buffers, _torch.FsdpAllGather):
         return work if async_op else None
 
 
-class ReduceScatter(_Buffers, _torch.FsdpReduceScatter):
+class ReduceScatter(_Collective, _torch.FsdpReduceScatter):
     """Reduces and scatters FSDP2's gradients; for `FSDPModule.set_custom_reduce_scatter`.
 
     Contributions are rounded once to the wire dtype, summed in float32 in the order of the group's
     `rota.BackendOptions` (by default ascending rank), and the sum (or the average) is rounded once
-    to the wire dtype, as in `rota.Communicator.all_reduce`: each rank's shard has the bits that a
-    DDP hook of rota with that wire gives.
+    to the wire dtype, as in `rota.Communicator.all_reduce`.
 
     Args:
         wire_dtype: torch.float32, bfloat16 or float16, not wider than the gradients (in FSDP's
@@ -129,15 +121,9 @@ class ReduceScatter(_Buffers, _torch.FsdpReduceScatter):
 
     Raises:
         TypeError: wire_dtype is none of these.
-
-    Example:
-        >>> module.set_custom_reduce_scatter(rota.fsdp.ReduceScatter(torch.bfloat16))
     """
 
-    def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        _check_dtype("ReduceScatter", "wire_dtype", wire_dtype, GRADIENT_WIRE_DTYPES)
-        self.wire_dtype = wire_dtype
+    _wire_dtypes = GRADIENT_WIRE_DTYPES
 
     def __call__(
         self,
@@ -154,9 +140,7 @@ class ReduceScatter(_Buffers, _torch.FsdpReduceScatter):
             input_tensor: (world_size * length,) of the same dtype.
             group: the ranks, on the backend "rota".
             op: SUM, AVG or PREMUL_SUM.
-            async_op: as in `AllGather`.
-
-        Raises what `AllGather` raises.
+            async_op: as in `AllGather`, as are the errors.
         """
         backend = _backend_of("ReduceScatter", group, input_tensor.device)
         if self.wire_dtype is None or self.wire_dtype == input_tensor.dtype:
@@ -177,9 +161,8 @@ def use(
 
     Call it on every rank after the last `fully_shard`, with the same dtypes. With a mesh of one
     dimension and without `parameter_wire_dtype`, training gives the bits of DistributedDataParallel
-    with a hook of rota that has the same `wire_dtype`. In a hybrid shard, the all-reduce between
-    the replicas does not go through these objects: its wire dtype is the backend's,
-    `rota.BackendOptions(wire_dtype=...)`.
+    with a hook of rota that has the same `wire_dtype`. The all-reduce between the replicas of a
+    hybrid shard takes that of `rota.BackendOptions`.
 
     Args:
         model: a module on which, or inside which, `fully_shard` was called over groups on the
