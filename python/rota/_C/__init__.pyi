@@ -48,11 +48,8 @@ def make_heap_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See rota.empty()."""
 
 class HeapPool:
-    """Tensors of rota.empty()'s memory, which is kept for the next tensor of the same length.
-
-    For buffers that are made again and again: new memory must be zeroed, and mapped by every rank.
-    The memory returns to the system with the pool and the last tensor. Thread-safe.
-    """
+    """Tensors of rota.empty()'s memory, which is kept for the next tensor of the same length: new
+    memory must be zeroed, and mapped by every rank. Thread-safe."""
 
     def __init__(self) -> None: ...
     def empty(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
@@ -199,27 +196,19 @@ class Window:
         """Adds `tensor` to rank `rank`'s window, atomically in each chunk of 64 KiB.
 
         The window must be float32, float64 or of integers, in which sums are kept. Blocks while
-        other ranks add to the same chunk. If a rank dies in the middle of an addition, part of it
-        may be in the chunk; later additions to it raise, naming that rank.
+        other ranks add to the same chunk.
 
         Args:
             wire_dtype: rounds each element of the contribution first, as on its way to another
                 host; for float32 windows. None: no rounding.
-            block_scaling: of wire_dtype, as in `rota.HookState`; blocks start at the first element
-                of `tensor`.
+            block_scaling: as in `rota.HookState`, from the first element of `tensor` on.
 
         Raises: as put(), and rota.Timeout.
         """
     def view(self, rank: int) -> torch.Tensor:
-        """Rank `rank`'s tensor, in place: reads and writes go to its memory.
-
-        It stays mapped for as long as the view lives, also when the rank has ended.
-        """
+        """Rank `rank`'s tensor, in place; mapped for as long as the view lives."""
     def signal(self, rank: int, channel: int = 0) -> None:
-        """Adds one to the signals from this rank at rank `rank`. Does not wait.
-
-        Raises: as put().
-        """
+        """Adds one to the signals from this rank at rank `rank`. Does not wait; raises as put()."""
     def wait_signal(self, rank: int, channel: int = 0, timeout: timedelta | None = None) -> None:
         """Blocks until the next signal from rank `rank`; each wait takes one.
 
@@ -245,19 +234,8 @@ class Window:
         """
 
 class GpuTuning:
-    """Tuning parameters of collectives on GPUs; csrc/schedule/tuning.h is the table.
-
-    Attributes:
-        max_low_latency_bytes: "auto" is "low_latency" up to this message size.
-        max_one_shot_bytes: "auto" is "one_shot" up to this size of all ranks' messages together,
-            and "two_shot" beyond (in a LocalGroup, "two_shot_in_place").
-        num_channels: blocks of each rank; 0 means as many as can run at the same time.
-        slot_bytes: size of a slot of one link in one channel, a multiple of 128.
-        free_chunk_bytes: part of a tensor that a block of "two_shot_in_place" in a LocalGroup
-            processes, a multiple of 128.
-        free_threads: threads of such a block, a multiple of 32 up to 512; sums along a tree use at
-            most 256 of them.
-    """
+    """Tuning parameters of collectives on GPUs: a row of the table in csrc/schedule/tuning.h, which
+    explains them. Slots and chunks are multiples of 128 bytes, threads of 32 up to 512."""
 
     max_low_latency_bytes: int
     max_one_shot_bytes: int
@@ -370,11 +348,9 @@ class Communicator:
 
     @property
     def numa_nodes(self) -> list[list[int]]:
-        """The ranks of each NUMA node, if nodes are a level of sums. Connects the group.
+        """The ranks of each NUMA node; empty unless nodes are a level of sums (docs/hosts.md).
 
-        They are if each rank was bound to one node's CPUs when it made the group (or ROTA_NUMA_NODE
-        names its node), all ranks are on one host, and each of several nodes has as many
-        consecutive ranks, at least two. Otherwise the list is empty.
+        Connects the group.
         """
 
     @property
@@ -408,11 +384,9 @@ class Communicator:
             algorithm: "one_shot", "two_shot" and "ordered_ring" give the same bits as each other;
                 "ring" sums each shard in another order, which depends on the number of elements and
                 of ranks only; "auto" chooses by size from a measured table. "low_latency", for
-                short CUDA tensors, gives the bits of "one_shot". "two_level", for CPU tensors on
-                several NUMA nodes (`numa_nodes`), is not yet measured on a machine with several
-                nodes. It sums within nodes and then over them: it needs
-                group_size=<ranks of a node>, order="tree" with nodes as subtrees, or integers, and
-                gives the bits that "two_shot" gives then. "auto" chooses it for long tensors.
+                short CUDA tensors, gives the bits of "one_shot". "two_level" sums CPU tensors
+                within `numa_nodes` first, and is refused where "two_shot" would give other bits
+                (docs/hosts.md; not yet measured on a machine with several nodes).
             wire_dtype: the dtype of data between ranks; None means the tensor's dtype. Floating,
                 and not wider than the tensor's.
             hop_dtype: the dtype of partial sums on their way around the "ring", CPU tensors only;
@@ -477,15 +451,9 @@ class Communicator:
 
         Encoding rounds to wire_dtype. With block scaling, each block of `block_elems(wire_dtype)`
         elements, counted from the bucket's first, is first divided by a power of two, which is sent
-        as one byte (E8M0, as in the OCP Microscaling specification 1.0): 2**e with
-        e = clamp(floor(log2(amax)) - T, -125, 127), where amax is the largest finite magnitude of
-        the block, and T = 7 for float8_e4m3fn and 14 for the others, so that nothing finite
-        overflows. Inf and NaN are preserved.
-
-        There is one conversion of each contribution and one of the result. Each errs by at most
-        u * |x| or, where the scaled x is below wire_dtype's smallest normal number, half the
-        spacing there; u is 2**-24 for float32, 2**-11 float16, 2**-8 bfloat16, 2**-4 float8_e4m3fn,
-        2**-3 float8_e5m2. Stochastic rounding errs by at most twice that.
+        as one byte (E8M0, as in the OCP Microscaling specification 1.0), so that nothing finite
+        overflows (csrc/base/wire_format.h). Inf and NaN are preserved. csrc/README.md has the error
+        bound.
 
         Args:
             bucket: any shape, strided; float32, float64, float16 or bfloat16; in and out.
@@ -527,11 +495,9 @@ class Communicator:
         `bucket`, `stats` and `residual` must not be touched before the future is done.
         """
 
-    # All of these block as all_reduce does. Tensors may be strided, and are then packed. Calls that
-    # do not reduce take every dtype that torch stores, except quantized ones. Each
-    # raises TypeError or ValueError before anything moves, rota.Mismatch if ranks disagree, and
-    # what all_reduce raises. On CUDA tensors gather, scatter and all_to_all are made of transfers
-    # between pairs of ranks, and reduce sums on all of them.
+    # Calls that do not reduce take every dtype that torch stores, except quantized ones. On CUDA
+    # tensors gather, scatter and all_to_all are made of transfers between pairs of ranks, and
+    # reduce sums on all of them.
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copies rank `root`'s `tensor` to all ranks; same number of elements and dtype on all."""
@@ -626,8 +592,7 @@ class Communicator:
         ahead can therefore fill the receiver's memory: call irecv() early, or let the receiver
         answer every few messages. A receiver that computes takes nothing in; its senders wait.
 
-        A message to the own rank is copied, and does not block: without a recv that waits for it,
-        it is kept until one asks for it.
+        A message to the own rank is copied, and does not block.
 
         With a CUDA tensor the call is queued on the current stream. Tags are ignored, and the GPUs
         must be joined, by connect_device() or any collective, in which all ranks take part.
@@ -638,9 +603,6 @@ class Communicator:
             tag: 0 or more.
 
         Raises:
-            ValueError: peer is no rank of the group, or tag is negative.
-            rota.Timeout: the peer did not receive within the communicator's timeout; names it.
-            rota.PeerFailed: the peer died, left, or failed.
             rota.TransportError: the peer has no memory to keep a message that it has not asked for.
         """
 
@@ -650,16 +612,14 @@ class Communicator:
         Args:
             tensor: same dtype and number of elements as the sent one; strided ones are unpacked.
             peer: None receives a message from any rank (CPU tensors only).
-            tag: 0 or more.
+            tag: as in send().
 
         Returns:
             The sender's rank.
 
         Raises:
-            ValueError: as in send().
             rota.Mismatch: the message has another dtype or number of elements; names both sides.
                 The message is dropped, nothing is written, and the group stays usable.
-            rota.Timeout, rota.PeerFailed: as in send().
         """
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> torch.distributed.Work:
@@ -700,9 +660,6 @@ class Communicator:
         Collectives on a GPU fail after the call has returned. Floats that they could not compute
         are NaN then; integers are as they were. Call it before results are kept: before
         optimizer.step() and before a checkpoint. Does nothing before GPUs are joined.
-
-        Raises:
-            rota.PeerFailed, rota.Timeout, rota.Mismatch: results since are not valid.
         """
 
     def abort(self, reason: str) -> None:
@@ -729,10 +686,9 @@ def map_device_windows(
 ) -> list[torch.Tensor]:
     """Memory on each rank's GPU that all ranks map; not in a build for the CPU.
 
-    Collective: every rank calls it with the same num_bytes, 1 or more. Blocks. Returns uint8
-    tensors of zeroes, by rank; a rank maps the others' memory as long as it has a tensor of it, and
-    `own`, its window on the CPU, keeps its memory until no rank maps it. all_gather() gives every
-    rank the texts of all. Raises rota.TransportError on every rank.
+    Collective, with the same num_bytes, 1 or more, on all ranks. Blocks. Returns uint8 tensors of
+    zeroes, by rank; `own`, the rank's window on the CPU, keeps its memory until no rank maps it.
+    all_gather() gives every rank the texts of all. Raises rota.TransportError on every rank.
     """
 
 class LocalGroup:
@@ -761,16 +717,13 @@ class LocalGroup:
         group_size: int | None = None,
         order: str = "rank",
     ) -> None:
-        """Reduces over all ranks, in place; same numeric results as Communicator.all_reduce.
+        """Reduces over all ranks, in place; otherwise, and in its bits, as Communicator.all_reduce.
 
         Args:
             tensors: one per rank.
-            op: as in Communicator.all_reduce.
             algorithm: "low_latency", "one_shot", "two_shot", "two_shot_in_place", "ordered_ring",
                 "ring", "hierarchical", or "auto": chosen by the group's tuning, by default
                 "two_shot_in_place" at every size, which never waits and moves the fewest bytes.
-            group_size: ranks per group; each group is summed first, then the groups' sums.
-            order: "rank", or "tree" as in Communicator.all_reduce.
         """
 
     def reduce_scatter(
@@ -781,10 +734,7 @@ class LocalGroup:
         group_size: int | None = None,
         order: str = "rank",
     ) -> None:
-        """Reduces the inputs; outputs[i] becomes part i of world_size equal ones.
-
-        op, group_size, order: as in all_reduce.
-        """
+        """Reduces the inputs as all_reduce; outputs[i] becomes part i of world_size equal ones."""
 
     def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Concatenates all inputs into each output."""
@@ -811,9 +761,8 @@ class GradientBucket:
         """Writes the gradients times contribution_factor to the wire buffer.
 
         Args:
-            residual: contiguous float32 of num_elems elements, laid out like the wire: the encoding
-                error so far, added and updated as in reduce_bucket.
-            stochastic_seed: as in reduce_bucket.
+            residual, stochastic_seed: as in reduce_bucket; residual has num_elems elements, laid
+                out like the wire.
         """
 
     def unpack(self, *, result_factor: float = 1.0) -> None:
@@ -824,7 +773,7 @@ class GradientBucket:
         """uint8 of num_wire_bytes: each gradient starts at a multiple of 512 elements."""
     @property
     def stats(self) -> torch.Tensor:
-        """The last unpack's float64 of 2 elements: non-finite results, sum of squares."""
+        """The last unpack's float64 of 2 elements, as in reduce_bucket."""
     @property
     def num_elems(self) -> int:
         """Elements of the wire, including the padding of tiles."""
@@ -892,7 +841,7 @@ class ProcessGroupRota(dist._Backend):
         """As Communicator.check_results."""
 
     def abort(self, reason: str = ...) -> None:
-        """Makes every waiting and every later call fail, on every rank, with this text."""
+        """As Communicator.abort."""
     def spans_hosts(self, ranks: list[int]) -> bool:
         """Whether these ranks are known to be on several hosts; False before the group connects."""
     def why_ended(self, rank: int) -> str:
@@ -906,11 +855,9 @@ class ProcessGroupRota(dist._Backend):
         input: torch.Tensor,
         async_op: bool,
     ) -> dist.Work:
-        """Concatenates the inputs of all ranks, each rounded once to the wire dtype.
-
-        The owner decodes its part from the same bytes as its peers, so all ranks hold the same
-        values. Blocks count from the start of each part. `input` may be this rank's part of output.
-        """
+        """Concatenates the inputs of all ranks, each rounded once to the wire dtype, also where it
+        comes from. Blocks count from the start of each part. `input` may be this rank's part of
+        output."""
 
     def reduce_scatter_in(
         self,

@@ -105,9 +105,4 @@ def cost(
         what: one of COST_NAMES; "local" means ranks that share one launch.
         tensor, wire, hop: bytes of the whole message in the tensor, on the wire (contributions and
             results), and as partial sums on the wire.
-        world_size: 2 or more.
-        group_size: for "hierarchical", a divisor of world_size.
-
-    Raises:
-        ValueError: the name is unknown, or groups of that size are not possible.
     """
