@@ -192,11 +192,7 @@ def assume_constant(function: Callable[..., Any]) -> None:
 
 
 def override_unscaling(scaler: type[torch.amp.GradScaler], unscale: Callable[..., Any]) -> None:
-    """Has a class of scalers unscale by this method, in which unscale() is torch's.
-
-    Args:
-        unscale: takes the scaler and an optimizer, the inverse scale, an indicator of Inf and NaN,
-            and whether float16 is allowed; returns the indicators by device.
+    """Has a class of scalers unscale by this method, which takes and returns what torch's does.
 
     Without it, results of the hook are divided by the scale once more.
     """
@@ -226,8 +222,8 @@ def after_unscaling(callback: Callable[[Any], None]) -> None:
 
 
 def unscaled_by(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """What unscale_() has noted since the last update(), by id() of the optimizer: its "stage" and
-    "found_inf_per_device", which update() reads. Others than optimizers may be added.
+    """What unscale_() has noted since the last update(), by id() of the optimizer, and update()
+    reads; others than optimizers may be added.
 
     Without it, the stages of a model adapt their scales differently, and error feedback forgets
     what a skipped step owes.

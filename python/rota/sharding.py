@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    """The tensor itself if it is a DTensor, else None."""
     # If nothing has imported DTensor, there are none. Its import takes half a second.
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
@@ -61,7 +60,6 @@ def shard_of_rank(dtensor: DTensor) -> dict[int, int]:
 
 
 def own_shard(tensor: torch.Tensor) -> int | None:
-    """The number of the shard that lies on this rank; None for a plain tensor."""
     dtensor = as_dtensor(tensor)
     return None if dtensor is None else shard_of_rank(dtensor).get(dist.get_rank())
 
@@ -109,10 +107,8 @@ def holders_of(dtensor: DTensor) -> list[int]:
 
 
 def num_replicas(parameter: torch.Tensor, ranks: Sequence[int]) -> int:
-    """How many of `ranks` hold what this rank holds of the parameter.
-
-    Follows from a DTensor's placements; 1 for a plain tensor, of which nothing is known.
-    """
+    """How many of `ranks` hold what this rank holds of a DTensor; 1 for a plain tensor, of which
+    nothing is known."""
     dtensor = as_dtensor(parameter)
     holders = [] if dtensor is None else holders_of(dtensor)
     return len(set(holders) & set(ranks)) if holders else 1

@@ -29,22 +29,16 @@ from rota.rendezvous.polling import Ends, known_ends, poll
 
 @dataclass(frozen=True)
 class Claim:
-    """What a process says when it takes a rank.
-
-    Attributes:
-        attempt: the number of the attempt that it is made in.
-        error: why this attempt has failed, or "": the text that all ranks raise.
-        kind: of the error that they raise, in rota.errors.
-    """
+    """What a process says when it takes a rank."""
 
     NOUN: ClassVar[str] = "rank"
 
     rank: int
     world_size: int
     _: KW_ONLY
-    attempt: int = 1
-    error: str = ""
-    kind: str = TransportError.__name__
+    attempt: int = 1  # the number of the attempt that it is made in
+    error: str = ""  # why this has failed, if it has: the text that all ranks raise
+    kind: str = TransportError.__name__  # of the error that they raise, in rota.errors
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=_C.host_id)
     token: str = field(default_factory=lambda: uuid4().hex)
@@ -64,7 +58,6 @@ class Claim:
 
     @classmethod
     def of(cls: type[C], fields: dict[str, Any]) -> C:
-        """From JSON."""
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -211,9 +204,7 @@ class Claims(Generic[C]):
 
 
 def has_seen(claim: Claim, own: Claim, seen: str | None) -> bool:
-    """Whether the process of a claim has seen this one's, by the tokens that its rank has seen.
-
-    Those are read after the claim, which may have been replaced between the two.
-    """
+    """Whether the process of a claim has seen this one's, by the tokens that its rank has seen,
+    which are read after the claim: it may have been replaced between the two."""
     tokens = (seen or "").split(" ")
     return own.token in tokens and claim.token in tokens

@@ -54,13 +54,12 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StoreRanks:
-    """Ranks without a process group, which meet in a store that is used for nothing else, and have
-    global_ranks in the default group, if any."""
+    """Ranks without a process group, which meet in a store."""
 
-    store: dist.Store
+    store: dist.Store  # used for nothing else
     own_rank: int
     world_size: int
-    global_ranks: Sequence[int] = ()
+    global_ranks: Sequence[int] = ()  # in the default group, if any
     group_name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def rank(self) -> int:
@@ -75,10 +74,7 @@ class StoreRanks:
 
 def next_number(pg: Ranks, what: str) -> int:
     """How many of these this rank has made over the group; all ranks count alike, so it is a name.
-
-    The group's store counts: names that were used over a store stay used in it, while a group with
-    a store of its own starts from 0, whatever this process has made over others of its name.
-    """
+    The group's store counts, in which names that were used stay used."""
     counters = store_of(pg, f"count/{what}")
     return int(counters.add(str(pg.rank()), 1)) - 1
 
@@ -94,7 +90,6 @@ def begin_generation(name: str, check_peers: Callable[[], None]) -> None:
 
 
 def end_generation() -> None:
-    """What is made from now on belongs to no generation."""
     global _generation, _check_peers
     _generation, _check_peers = "", None
 

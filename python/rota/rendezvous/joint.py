@@ -33,12 +33,6 @@ class JointSteps:
 
     The store is used for nothing else. check_peers, which raises if a process is gone, is called
     while others are awaited.
-
-    Attributes:
-        number: how many of these the ranks have made over their group before.
-        num_steps: that this rank has taken.
-        has_told: whether it has failed in one.
-        why_ended: says how a rank has ended, if that is known; otherwise an empty text.
     """
 
     def __init__(
@@ -54,12 +48,13 @@ class JointSteps:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
-        self.number = 0
+        self.number = 0  # of these that the ranks have made over their group before
+        # Says how a rank has ended, if that is known; otherwise an empty text.
         self.why_ended: Callable[[int], str] | None = None
         self._what = what
         self._check_peers = check_peers
-        self.num_steps = 0
-        self.has_told = False
+        self.num_steps = 0  # that this rank has taken
+        self.has_told = False  # whether it has failed in one
 
     @classmethod
     def over(cls, pg: Ranks, what: str, name: str = "") -> JointSteps:
@@ -166,7 +161,6 @@ class JointSteps:
         return f"failure/{self.num_steps}"
 
     def _failure(self) -> list[Any] | None:
-        """As fail() has written it."""
         key = self._failure_key()
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
@@ -214,7 +208,6 @@ class JointSteps:
     _tells_of_waits = True
 
     def _ends_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """How those of these ranks have ended that have, as far as that is known."""
         return known_ends(self.why_ended, ranks, self.rank)
 
     def _prefix(self) -> str:

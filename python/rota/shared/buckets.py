@@ -24,7 +24,6 @@ def buckets_of(content: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def copy_with_checksums(to: torch.Tensor, source: torch.Tensor) -> list[int]:
-    """Copies bytes (uint8); returns the checksums of their buckets."""
     return [
         _C.copy_with_checksum(to_bucket, bucket)
         for to_bucket, bucket in zip(buckets_of(to), buckets_of(source), strict=True)
@@ -42,7 +41,6 @@ def write_bytes(place: torch.Tensor, content: bytes) -> None:
 
 
 def checked_bytes(num_words: int) -> int:
-    """The bytes that write_checked() takes for this number of words."""
     return (num_words + 1) * WORD_BYTES
 
 

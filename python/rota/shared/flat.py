@@ -18,5 +18,4 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of flat_of(), as uint8."""
     return flat_of(tensor).view(torch.uint8)

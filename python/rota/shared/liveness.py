@@ -40,23 +40,14 @@ _OPEN_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class Handle:
-    """A process of a job; its text is what other processes pass on.
+    """A process of a job; its text is what other processes pass on."""
 
-    Args:
-        job: random, of the store in which the job's processes meet.
-        name: random; a restarted process has another one.
-        host: as `_C.host_id`.
-        pid: in its own PID namespace, for texts.
-        address: where processes of its host learn whether it runs.
-        endpoint: where those of other hosts do, as "ip:port".
-    """
-
-    job: str
-    name: str
-    host: str
-    pid: int
-    address: str
-    endpoint: str
+    job: str  # random, of the store in which the job's processes meet
+    name: str  # random; a restarted process has another one
+    host: str  # as _C.host_id
+    pid: int  # in its own PID namespace, for texts
+    address: str  # where processes of its host learn whether it runs
+    endpoint: str  # where those of other hosts do, as "ip:port"
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -78,12 +69,11 @@ class Handle:
 
 
 class OwnProcess:
-    """This process as others see it: they learn of its end from the kernel.
+    """This process as others see it.
 
-    Processes of other hosts hold a connection to a socket of it. Nobody needs to accept that: this
-    kernel makes it, answers its keepalive probes, and ends it with the process. (Clients of a torch
-    TCPStore here would notice the process's end as well, but not that of its host: torch asks for
-    no keepalive, and a wait that runs out of time then waits for the server without any.)
+    Nobody needs to accept the connections of other hosts: this kernel makes them, answers their
+    keepalive probes, and ends them with the process. (Clients of a torch TCPStore here would not
+    notice the end of its host: torch asks for no keepalive.)
     """
 
     def __init__(self, job: str, ip: str) -> None:
@@ -158,11 +148,7 @@ class LocalWatch:
 
 
 class RemoteWatch:
-    """Whether a process of another host runs, which listens at `endpoint` ("ip:port").
-
-    Its end is seen within milliseconds; that of its host once keepalive probes stay unanswered for
-    some seconds.
-    """
+    """Whether a process of another host runs, which listens at `endpoint` ("ip:port")."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -197,7 +183,6 @@ class Processes:
         self._gone: set[str] = set()
 
     def is_alive(self, handle: Handle) -> bool:
-        """Whether the process runs and has not left."""
         if handle.name == self._own.name:
             return True
         if handle.name in self._gone:
@@ -222,7 +207,6 @@ class Processes:
         return ", ".join(f"rank {members.index(handle)}, {handle.who}," for handle in gone)
 
     def keep_only(self, handles: Iterable[Handle]) -> None:
-        """Drops the descriptors of other processes."""
         self._drop(self._watches.keys() - {handle.name for handle in handles})
 
     def take_gone(self, kept: Set[str]) -> set[str]:

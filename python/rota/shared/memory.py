@@ -30,11 +30,10 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     all_reduce with a wire dtype other than the tensor's own, or an algorithm other than "two_shot",
     goes through slots as always.
 
-    No group is needed and no other rank takes part: the memory belongs to the process, and all its
-    groups can use it, including those made before. It is reserved at once, in whole pages of
-    zeroes, and returns to the system when the last tensor that shares it is gone. A forked child
-    shares it with its parent, as after `torch.Tensor.share_memory_`, but its collectives do not
-    read it in place.
+    No group is needed: all groups of the process can use the memory. It is reserved at once, in
+    whole pages, and returns to the system when the last tensor that shares it is gone. A forked
+    child shares it with its parent, as after `torch.Tensor.share_memory_`, but its collectives do
+    not read it in place.
 
     With `torch.distributed`, call `backend.allocate_tensor(num_elems, dtype=..., device=...)`.
 
@@ -68,12 +67,9 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 
 
 def map_pages(memory: torch.Tensor) -> None:
-    """Fills this process's page table for shared memory (uint8, from a page on), which takes about
-    as long as a copy.
-
-    Without it, the first access to each page does so. Other threads run meanwhile. Before Linux
-    5.14 it does nothing.
-    """
+    """Fills this process's page table for shared memory (uint8, from a page on), which the first
+    accesses would do otherwise, and takes about as long as a copy. Other threads run meanwhile.
+    Before Linux 5.14 it does nothing."""
     _advise(memory, _MADV_POPULATE_READ)
 
 

@@ -27,11 +27,9 @@ class Wire(NamedTuple):
         return self.dtype.itemsize < dtype.itemsize
 
     def encode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Rounds float32 `values` into num_bytes() of uint8, once and to nearest."""
         assert self.dtype is not None
         _C.encode(encoded, values, self.dtype, self.block_scaling)
 
     def decode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """The inverse of encode(), exact for what that has stored."""
         assert self.dtype is not None
         _C.decode(values, encoded, self.dtype, self.block_scaling)
