@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +68,6 @@ class BackendOptions(_C.BackendOptions):
         self.engine = engine
 
 
-def _spans_hosts(ranks: Sequence[int]) -> bool:
-    """Whether these ranks of the default group are on several hosts, as far as rota knows them."""
-    backend = rota_backend(dist.group.WORLD)
-    return backend is not None and backend.spans_hosts(list(ranks))
-
-
 def create(
     options: GroupOptions, given: object, make_members: MakeMembers | None
 ) -> _C.ProcessGroupRota:
@@ -113,11 +107,13 @@ def create(
         # torch lists ranks for subgroups only. A subgroup of one host connects at its first use;
         # the default group connects now and so names missing ranks at once. So do subgroups over
         # several hosts, because their engine connects all ranks together.
-        listed = options.global_ranks_in_group
+        listed, whole = options.global_ranks_in_group, rota_backend(dist.group.WORLD)
         own = copy.deepcopy(given)  # the caller may use it for other groups
         _torch.set_timeout(own, timeout)
         own.choose_engine = engine_chooser(getattr(given, "engine", None), timeout, steps.check_all)
-        own.connects_at_first_use = len(listed) > 0 and not _spans_hosts(listed)
+        own.connects_at_first_use = len(listed) > 0 and (
+            whole is None or not whole.spans_hosts(list(listed))
+        )
         own.check_peers = check_peers
         own.why_ended = steps.why_ended
         own.watch_block = watch_block

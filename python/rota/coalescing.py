@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ def watch_block(leave: Callable[[], None]) -> None:
     """Ends the block that torch's manager is starting, for rota by `leave`, once the manager is
     gone.
 
-    Raises ValueError: the block is a batch_isend_irecv in which a message that is received shares
-    memory with another one. None has started.
+    Raises ValueError: in its batch_isend_irecv, a message that is received shares memory with
+    another one. None has started.
     """
     block = _torch.coalescing_block(sys._getframe(1))
     if block is None:
@@ -35,17 +35,12 @@ def watch_block(leave: Callable[[], None]) -> None:
         leave()
 
     try:
-        _check_apart(block.messages)
+        ways: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for message in block.messages:
+            if message.tensor.layout == torch.strided:  # others are refused one by one
+                ways[message.op is dist.isend].append(message.tensor)
+        _C.check_messages_apart(sent=ways[True], received=ways[False])
     except ValueError:
         end()
         raise
     weakref.finalize(block.manager, end).atexit = False
-
-
-def _check_apart(messages: Sequence[dist.P2POp]) -> None:
-    """Raises ValueError if a message that is received shares memory with another one."""
-    ways: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for message in messages:
-        if message.tensor.layout == torch.strided:  # others are refused one by one
-            ways[message.op is dist.isend].append(message.tensor)
-    _C.check_messages_apart(sent=ways[True], received=ways[False])

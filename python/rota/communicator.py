@@ -23,19 +23,15 @@ DEFAULT_SLOT_BYTES = 256 * 1024
 class Communicator(_C.Communicator):
     """Collectives on CPU and CUDA tensors between ranks, on one host or several.
 
-    All CUDA tensors of a rank must be on one device. The first collective on CUDA tensors joins the
-    ranks' GPUs, as connect_device() does: it reserves memory, maps the peers' memory, and tests
-    that each rank's writes arrive. The first use of a GPU on a machine also tests every kernel; if
-    one does not give the CPU's bits, CUDA tensors go through the host's memory (`python -m rota
-    doctor --gpu` shows which). After that no call waits for a GPU: a blocking call is queued on the
-    current stream, an asynchronous one on the communicator's own stream, after the work on the
-    current one.
+    All CUDA tensors of a rank must be on one device. The first collective on them joins the ranks'
+    GPUs, as connect_device() does; the first use of a GPU on a machine also tests every kernel
+    (docs/cuda.md). After that no call waits for a GPU: a blocking call is queued on the current
+    stream, an asynchronous one on the communicator's own stream, after the work on the current one.
 
-    The communicator has its own shared memory and shares nothing with the group but the store that
-    it bootstraps through, so the group may run on any backend. Making one is a collective call:
-    every rank of the group makes its communicators in the same order. CPU tensors made by
-    `rota.empty` are read where they lie. Under torch.compile use `rota.ops`, whose functions take a
-    communicator.
+    The communicator shares nothing with the group but its store, so the group may run on any
+    backend. Making one is a collective call: every rank of the group makes its communicators in the
+    same order. CPU tensors made by `rota.empty` are read where they lie. Under torch.compile use
+    `rota.ops`, whose functions take a communicator.
 
     Args:
         group: the ranks; None is the default group.
@@ -46,16 +42,14 @@ class Communicator(_C.Communicator):
         engine: what carries messages between hosts: a process group of the same ranks, for rota
             alone, whose CPU backend can send and recv. None: a Gloo group of its own. If it has a
             backend of its own for CUDA (NCCL), that one carries CUDA tensors, which otherwise go
-            through the host's memory; a group for CUDA alone gets a Gloo group beside it.
+            through the host's memory.
         inter_wire_dtype: what sums of wider floating tensors are rounded to between hosts, once on
             their way out of a host and once as a result, where a call names no wire_dtype. None:
             no rounding; sums of 16-bit tensors travel in float32.
         inter_block_scaling: the block_scaling of inter_wire_dtype, as in `rota.HookState`.
 
-    Ranks share a host if their processes can share memory; ROTA_HOST_ID overrides that. On several
-    hosts, all_reduce, reduce, reduce_scatter, all_gather, broadcast and barrier are hierarchical:
-    a host sums the contributions of its ranks, in ascending rank, before the sums of the hosts are
-    added in the order of their lowest ranks. See docs/hosts.md.
+    On several hosts, sums are hierarchical: a host's ranks are added first, in ascending rank, then
+    hosts in the order of their lowest ranks (docs/hosts.md).
 
     Raises:
         TypeError, ValueError: this rank is not in the group, or an argument is unusable; the other

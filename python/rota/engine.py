@@ -22,8 +22,6 @@ ConnectEngine = Callable[[dist.Store], "tuple[Backend | None, str]"]
 
 
 class Engine(NamedTuple):
-    """What carries messages between hosts."""
-
     name: str  # must be the same on every rank
     problem: str  # why this rank cannot use it, or empty
     connect: ConnectEngine
@@ -59,7 +57,15 @@ def engine_chooser(
         def connect_gloo(store: dist.Store) -> tuple[Backend | None, str]:
             if check_peers is not None:
                 store = _WatchedStore(store, timeout, check_peers)
-            return _connect_gloo(store, rank, world_size, timeout)
+            try:
+                return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout), ""
+            except RotaError:  # of check_peers
+                raise
+            except RuntimeError as error:
+                return None, (
+                    f"Gloo does not connect the hosts ({error}); is the network up, and "
+                    f"GLOO_SOCKET_IFNAME right?"
+                )
 
         if given is None:
             return Engine("None", "", connect_gloo, None)
@@ -83,7 +89,6 @@ def _backend(group: dist.ProcessGroup, device: str) -> Backend | None:
 
 
 def _problem_of(given: dist.ProcessGroup, rank: int, world_size: int) -> str:
-    """Why a group cannot be the engine, or an empty text."""
     if not isinstance(given, dist.ProcessGroup):
         return f"the engine is {given!r}, expected a ProcessGroup that this rank is in"
     if given.size() != world_size or given.rank() != rank:
@@ -134,17 +139,3 @@ class _WatchedStore(dist.Store):
         within = timeout if timeout is not None else self._timeout
         if not poll(are_there, time.monotonic() + within.total_seconds()):
             raise RuntimeError(f"a rank has not come within {within.total_seconds():g} s")
-
-
-def _connect_gloo(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> tuple[Backend | None, str]:
-    try:
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout), ""
-    except RotaError:  # of check_peers
-        raise
-    except RuntimeError as error:
-        return None, (
-            f"Gloo does not connect the hosts ({error}); is the network up, and "
-            f"GLOO_SOCKET_IFNAME right?"
-        )

@@ -34,10 +34,9 @@ def _check_build(what: str) -> None:
 class LocalGroup(_LocalGroup):
     """Several ranks in one process on one GPU.
 
-    Use it to try out and measure collectives on a single GPU, and for research code that loops over
-    ranks. Lists of tensors are by rank: contiguous, alike, and on the group's device. Every call is
-    queued on the current stream, and the host does not wait. Calls may be captured in a CUDA graph.
-    The kernels are those of `rota.Communicator`, with all ranks in one launch.
+    For experiments on a single GPU: the kernels are those of `rota.Communicator`, with all ranks in
+    one launch. Lists of tensors are by rank: contiguous, alike, and on the group's device. Every
+    call is queued on the current stream, does not wait, and may be captured in a CUDA graph.
 
     Args:
         world_size: ranks, from 2 to 16.
@@ -109,7 +108,6 @@ class GradientBucket(_GradientBucket):
 
 
 def _with_index(device: torch.device | str | int) -> torch.device:
-    """The device with its index, by default that of the current CUDA device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
         return found

@@ -30,29 +30,24 @@ class Window(_C.Window):
 
     Making one is collective: every rank of the group makes its windows in the same order, with one
     shape and dtype. After that ranks are on their own. The death of a rank ends only waits for this
-    rank and writes to it; its memory can still be read on its own host, as it was.
-
-    Ranks on other hosts are reached over the engine: a call returns when the target has answered,
-    and a thread of the target serves it. Their memory cannot be mapped, so `view` refuses them, and
-    that of a rank that has died is gone.
+    rank and writes to it; its memory can still be read on its own host. Ranks on other hosts are
+    reached over the engine: a call returns when the target has answered, and `view` refuses them.
 
     Args:
         tensor_or_shape: this rank's part: a contiguous CPU tensor, or the size of a new one of
-            zeroes. A tensor that `rota.empty` has not made is moved to shared memory, never
-            copied. It is refused if something else may use its memory where it is: a view,
-            `detach()`, a numpy array, a DLPack export, autograd, DDP or a pending operation.
+            zeroes. A tensor that `rota.empty` has not made is moved to shared memory, or refused if
+            something else may use its memory where it is, such as a view or autograd.
         group: the ranks; None is the default group, on any backend.
         dtype: of a new tensor; torch's default dtype if None.
-        device: of a new tensor: the CPU, or this rank's GPU (docs/cuda.md says what differs there).
+        device: of a new tensor: the CPU, or this rank's GPU (see docs/cuda.md).
         num_channels: of signals; each counts by itself.
         timeout: of making the window and of each wait; None is that of the group.
-        engine: what carries messages between hosts: a process group of the same ranks whose CPU
-            backend can send and recv, for rota alone. None: a Gloo group that all windows over this
-            group share. Not used on one host.
+        engine: what carries messages between hosts, as in `rota.Communicator`. None: a Gloo group
+            that all windows over this group share.
 
     Raises:
-        TypeError, ValueError: no tensor on the CPU, a strided one, one whose memory belongs to
-            another library, this rank is not in the group, or another argument is unusable.
+        TypeError, ValueError: the tensor or another argument is unusable, or this rank is not in
+            the group.
         rota.Mismatch: ranks differ in shape, dtype, num_channels or engine; names them.
         rota.TransportError: memory is short, the engine does not connect the hosts, or a rank
             failed to make its part.

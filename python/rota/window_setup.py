@@ -40,10 +40,7 @@ def open_window(
     kind: str = "cpu",
     torch_holds_it: bool = False,
 ) -> tuple[_C.ExposedTensor, list[_C.OpenedTensor | None]]:
-    """Makes the window; returns this rank's part and those of the others on this host.
-
-    `kind` of device is what the caller has asked for.
-    """
+    """Makes the window; returns this rank's part and those of the others on this host."""
     steps = JointSteps.over(pg, "Window")
     rank, world_size = steps.rank, steps.world_size
     services = _Services(pg, engine)
@@ -114,7 +111,6 @@ def open_window(
 
 
 def check_made_alike(cards: list[dict[str, str]]) -> None:
-    """Raises Mismatch if ranks have made different windows, as their cards say under "made"."""
     if difference := sides([card["made"] for card in cards], "made"):
         raise Mismatch(
             f"rota.Window: ranks disagree: {difference}; give every rank the same shape, dtype and "
@@ -130,10 +126,8 @@ class _Services:
         self._key = engine if isinstance(engine, dist.ProcessGroup) else pg
 
     def next_window_number(self) -> int:
-        """The window's number among those of one service, or of a service that it has to make.
-
-        All ranks count alike: call it once they have agreed on whose service it is.
-        """
+        """The window's number among those of its service. All ranks count alike: call it once they
+        have agreed on whose service it is."""
         return next_number(self._key, "remote window")
 
     def usable_number(self) -> int:
