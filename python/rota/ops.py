@@ -89,13 +89,8 @@ def all_reduce_(
 def broadcast(tensor: Tensor, communicator: Communicator, root: int = 0) -> Tensor:
     """Returns rank `root`'s values in a new tensor; other ranks' `tensor` only gives the shape.
 
-    Differentiable: the root gets the sum of all ranks' gradients, the others zeros.
-
-    Args:
-        tensor: same shape and dtype on every rank, strided.
-        root: in [0, world_size).
-
-    All else is as in `all_reduce`, with `Communicator.broadcast`.
+    Differentiable: the root gets the sum of all ranks' gradients, the others zeros. All else is as
+    in `all_reduce`, with `Communicator.broadcast`.
     """
     out: Tensor = _Broadcast.apply(tensor, root, _name_of(communicator))
     return out
@@ -153,8 +148,7 @@ def _rank_of(communicator: str) -> int:
 _torch.assume_constant(_rank_of)
 
 
-# -------------------------------------------------------------------------------------------------
-# The implementations: one for all devices, because a communicator takes tensors of each.
+# ---- the implementations: one for all devices, because a communicator takes tensors of each
 
 
 def _run_all_reduce_(
@@ -187,8 +181,7 @@ def _run_barrier(_order: Tensor, communicator: str) -> None:
     communicator_named(communicator).barrier()
 
 
-# -------------------------------------------------------------------------------------------------
-# Registration with torch. Not by torch.library.custom_op, whose calls cost 10 us more.
+# ---- registration with torch; not by torch.library.custom_op, whose calls cost 10 us more
 
 _library = torch.library.Library("rota", "DEF")
 
@@ -245,8 +238,7 @@ _define(
 _define("barrier(Tensor(a!) order, str communicator) -> ()", _run_barrier, lambda *args: None)
 
 
-# -------------------------------------------------------------------------------------------------
-# Gradients: those of the sum of all ranks' losses. autograd has no type for its ctx.
+# ---- gradients: those of the sum of all ranks' losses; autograd has no type for its ctx
 
 
 class _AllReduce(torch.autograd.Function):

@@ -30,12 +30,12 @@ class LogicalShards:
 
     A step is num_shards forward and backward passes, spread evenly over the ranks in aligned blocks
     of 2**k. This rank adds the gradients of its block in a balanced binary tree, which reduce()
-    continues over the ranks: 1, 2, 4 or any number of ranks up to num_shards give the same bits.
-    This rank keeps at most log2(len(shards)) copies of its gradients besides its gradients.
+    continues over the ranks: any number of ranks up to num_shards gives the same bits. This rank
+    keeps at most log2(len(shards)) copies of its gradients.
 
     Args:
-        model: on every rank with the same parameters, as DistributedDataParallel makes them. Of a
-            DistributedDataParallel, every pass runs under no_sync(): reduce() does its work.
+        model: on every rank with the same parameters, as DistributedDataParallel makes them. One of
+            these runs under no_sync().
         num_shards: a power of two, at least the number of ranks.
         state: how gradients travel, made with rota.HookState(num_shards=num_shards); None: in
             float32, over the default group. A narrower wire_dtype rounds the sum of each rank's
@@ -105,9 +105,7 @@ class LogicalShards:
         """Takes this rank's block among the ranks that the group has now; drops an unfinished step.
 
         For a default group that was made anew, with other ranks (rota.elastic). Does not wait.
-
-        Raises:
-            ValueError: num_shards is less than the number of ranks.
+        Raises ValueError: num_shards is less than the number of ranks.
         """
         world_size = dist.get_world_size(self.state.group)
         if self.num_shards < world_size:
@@ -162,7 +160,8 @@ class LogicalShards:
                 self._adding(parameters, num_backwards),
             ):
                 # torch.manual_seed, without the devices that are not used.
-                for generator in (torch.default_generator, *map(_generator_of, on_cuda)):
+                cuda = [torch.cuda.default_generators[device.index] for device in on_cuda]
+                for generator in (torch.default_generator, *cuda):
                     generator.manual_seed(self._random_seed(shard + 1))
                 yield
         except BaseException:
@@ -176,14 +175,12 @@ class LogicalShards:
         """The samples of a shard in this step: each sample once in an epoch, in random order.
 
         Args:
-            num_samples: of the dataset; those that do not fill a step are left out of an epoch.
+            num_samples: of the dataset; those that do not fill a step are left out of an epoch, and
+                too few for one step are a ValueError.
             batch_size: of one shard.
 
         Returns:
             int64 [batch_size], indices in [0, num_samples).
-
-        Raises:
-            ValueError: the dataset is too short for one step.
         """
         steps_in_epoch = num_samples // (self.num_shards * batch_size)
         if steps_in_epoch == 0:
@@ -229,18 +226,13 @@ class LogicalShards:
         self.num_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in data and random numbers; the same on every rank.
-
-        Returns:
-            A dict of "num_shards", "seed" and "num_steps".
-        """
+        """The position in data and random numbers; the same on every rank."""
         return {"num_shards": self.num_shards, "seed": self._seed, "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on after the last whole step of another run, with any number of ranks.
 
-        Raises:
-            TypeError, ValueError: state_dict is of something else, or of another number of shards.
+        Raises TypeError or ValueError: it is of something else, or of another number of shards.
         """
         options.check_state_dict("rota.LogicalShards", state_dict, self.state_dict())
         if state_dict["num_shards"] != self.num_shards:
@@ -318,10 +310,6 @@ class LogicalShards:
         self._num_done = 0
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index]
-
-
 def _copy_of(gradient: Gradient, spares: list[torch.Tensor]) -> Gradient:
     if gradient is None:
         return None
@@ -331,10 +319,8 @@ def _copy_of(gradient: Gradient, spares: list[torch.Tensor]) -> Gradient:
 
 
 def _sum(into: Gradient, other: Gradient) -> tuple[Gradient, Gradient]:
-    """The sum, in the memory of the first that is there, and what has become free.
-
-    None counts as zeros, as between ranks; 0 + -0 is 0.
-    """
+    """The sum, in the memory of the first that is there, and what has become free. None counts as
+    zeros, as between ranks; 0 + -0 is 0."""
     if into is None or other is None:
         present = other if into is None else into
         return present.add_(0.0) if present is not None else None, None

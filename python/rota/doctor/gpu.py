@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from rota import _C
 from rota.gpu import CPU_BUILD
 
 _FORMAT_VERSION = 2
+_FACTS_OF_KERNEL = ("kernel", "num_formats", "milliseconds", "findings")
 _NEEDED_BYTES = 256 << 20  # the kernels and the self-test's tensors, with room for allocators
 # nvidia-smi's query fields, and their names in the record.
 _GPU_STATE = {
@@ -43,10 +43,7 @@ class CannotTest(Exception):
 
 
 def run(output: Path) -> int:
-    """Tests the current GPU.
-
-    Args:
-        output: the folder for the record.
+    """Tests the current GPU; writes a record to the folder `output`.
 
     Returns:
         The exit status: 0 if the self-test passed, 1 if not, 2 if nothing could be tested.
@@ -54,7 +51,10 @@ def run(output: Path) -> int:
     try:
         device = _find_gpu()
         _check_memory(device)
-        _check_output(output)
+        if not output.is_dir():
+            raise CannotTest(f"--output is {output}, expected a folder that exists")
+        if not os.access(output, os.W_OK):
+            raise CannotTest(f"--output is {output}, where this user may not write")
     except CannotTest as problem:
         print(f"rota doctor --gpu: {problem}", file=sys.stderr)
         return 2
@@ -109,13 +109,6 @@ def _check_memory(device: torch.device) -> None:
     )
 
 
-def _check_output(output: Path) -> None:
-    if not output.is_dir():
-        raise CannotTest(f"--output is {output}, expected a folder that exists")
-    if not os.access(output, os.W_OK):
-        raise CannotTest(f"--output is {output}, where this user may not write")
-
-
 def _facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
@@ -155,20 +148,12 @@ def _self_test(device: torch.device) -> dict[str, Any]:
         "passed": not any(report.findings for report in reports),
         "milliseconds": (time.monotonic() - started) * 1e3,
         "kernels": [
-            {
-                "kernel": report.kernel,
-                "num_formats": report.num_formats,
-                "milliseconds": report.milliseconds,
-                "findings": report.findings,
-            }
-            for report in reports
+            {fact: getattr(report, fact) for fact in _FACTS_OF_KERNEL} for report in reports
         ],
     }
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"],
@@ -176,7 +161,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
             text=True,
             timeout=20,
         )
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):  # it is not installed, or does not answer
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

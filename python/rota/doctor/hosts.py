@@ -50,12 +50,6 @@ def _rates(what: str, call: Callable[[torch.Tensor], object], num_ways: int = 1)
     )
 
 
-def _within_host(communicator: rota.Communicator) -> str:
-    if communicator.world_size == 1:
-        return "one rank"
-    return _rates("all_reduce", communicator.all_reduce)
-
-
 def _between(communicator: rota.Communicator, first: int, second: int) -> str:
     """Half the time of messages there and back between two ranks; the others must not call it."""
 
@@ -79,7 +73,6 @@ class _Facts(NamedTuple):
 
 
 def _by_node(ranks: list[int], facts: list[_Facts]) -> dict[int, list[int]]:
-    """The ranks that are bound to a NUMA node."""
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         node = facts[rank].numa_node
@@ -116,8 +109,7 @@ def _print(hosts: list[list[int]], facts: list[_Facts], sums_of_nodes: str) -> N
 def run() -> int:
     """Prints the hosts and their ranks, and what is measured on each level; collective.
 
-    Started by torchrun, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    Rank 0 prints. Returns 0, or 2 where no job is found.
+    Rank 0 prints. Returns 0, or 2 where no job of torchrun's is found.
     """
     if "RANK" not in os.environ and not dist.is_initialized():
         print(
@@ -145,7 +137,9 @@ def run() -> int:
         firsts = {node: of_node[0] for node, of_node in sorted(_by_node(ranks, facts).items())}
         nodes = list(firsts)
         if host == own_host:
-            lines[f"within host {host}"] = _within_host(within)
+            is_alone = within.world_size == 1
+            rates = "one rank" if is_alone else _rates("all_reduce", within.all_reduce)
+            lines[f"within host {host}"] = rates
         everyone.barrier()
         for node in nodes[1:]:
             pair = (firsts[nodes[0]], firsts[node])

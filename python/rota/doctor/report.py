@@ -70,7 +70,6 @@ def _gpus() -> str:
 
 
 def _self_test(device: int) -> str:
-    """How the last self-test of this GPU ended."""
     try:
         findings = _C.recorded_gpu_self_test(device)
     except rota.TransportError as error:
@@ -110,7 +109,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
 
 
 def run() -> int:
-    """Prints a line for each check; returns 0 if all passed, 1 otherwise."""
+    """Prints a line for each check; returns the exit status."""
     print(f"rota doctor on {socket.gethostname()}")
     num_failed = 0
     for what, check in _CHECKS.items():

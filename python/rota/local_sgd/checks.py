@@ -50,7 +50,6 @@ def check_arguments(caller: str, outer: LocalSGD, module: nn.Module, num_tensors
 
 
 def check_shards(name: str, module: nn.Module, state: HookState) -> None:
-    """Raises ValueError if the group's ranks hold different parts of the model."""
     ranks = dist.get_process_group_ranks(state.group)
     named = [*module.named_parameters(), *module.named_buffers()]
     tensors = [tensor for _, tensor in named]
@@ -88,7 +87,6 @@ def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def check_all_synced(caller: str, module: nn.Module, tensors: Sequence[Synced]) -> None:
-    """Raises ValueError if the model has parameters to train that are not synchronised."""
     known = {id(synced.parameter) for synced in tensors}
     # fully_shard puts others in their places during a forward pass.
     sharded = {
@@ -112,7 +110,6 @@ def check_all_synced(caller: str, module: nn.Module, tensors: Sequence[Synced]) 
 def check_saved(
     caller: str, tensors: Sequence[Synced], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises ValueError if the copies that were saved are not those of this model."""
     expected = {synced.name: list(synced.copy.shape) for synced in tensors}
     given = {name: list(tensor.shape) for name, tensor in parameters.items()}
     if given != expected:

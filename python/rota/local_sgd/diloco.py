@@ -18,30 +18,18 @@ from rota.local_sgd.synced import Synced
 class DiLoCo(LocalSGD):
     """DiLoCo: every `sync_every` steps, an outer optimizer steps along the mean difference.
 
-    What is said of LocalSGD holds here: workers, memory, buffers (which are averaged), Inf and
-    NaN. The outer optimizer keeps its own state besides, such as 4 bytes of momentum for each
-    parameter. Outer SGD with lr=1 and no momentum is Local SGD.
+    Otherwise as LocalSGD, which outer SGD with lr=1 and no momentum is.
 
     Args:
-        outer_optimizer: of the model's parameters, without steps taken: this puts the float32
-            copies in their places, so that nothing else may step it. Its learning rate may change
-            at any time, alike on all ranks, which is compared. The paper uses SGD with Nesterov
-            momentum of 0.9 and lr=0.7.
-        The others: as for LocalSGD.
-
-    Raises:
-        What LocalSGD raises.
-        ValueError: the optimizer lacks parameters, has others, or has taken steps.
+        outer_optimizer: of all of the model's parameters, without steps taken: this puts the
+            float32 copies in their places, so that nothing else may step it. Its learning rate may
+            change at any time, alike on all ranks, which is compared. The paper uses SGD with
+            Nesterov momentum of 0.9 and lr=0.7.
 
     Example:
         >>> outer_optimizer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
         >>> state = rota.HookState(wire_dtype=torch.float8_e4m3fn, error_feedback=True)
         >>> outer = rota.local_sgd.DiLoCo(model, outer_optimizer, sync_every=32, state=state)
-        >>> for inputs, targets in loader:
-        ...     loss_of(model(inputs), targets).backward()
-        ...     inner_optimizer.step()
-        ...     outer.step()
-        ...     inner_optimizer.zero_grad()
     """
 
     def __init__(

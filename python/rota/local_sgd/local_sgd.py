@@ -43,21 +43,17 @@ class LocalSGD:
     """Local SGD: every `sync_every` steps, parameters become their average over the workers.
 
     A worker is one rank, or several ranks whose parameters stay equal because their gradients are
-    averaged in every step, as by DistributedDataParallel. A state over all ranks of all workers
-    then counts each worker as often as it has ranks; one over the i-th rank of each worker counts
-    them alike.
+    averaged in every step, as by DistributedDataParallel.
 
     What travels is the difference of each parameter since its last synchronisation, in the wire
-    dtype of the state, with float32 sums. This keeps a copy of the parameters: 4 bytes for each,
-    and 8 while it synchronises; with error feedback 4 more, and 4 more while it synchronises.
-
-    Buffers of floating point that are in the model's state_dict, such as the statistics of
-    BatchNorm, are averaged with the parameters. Other buffers, and parameters that required no
-    gradient when this was made, stay as each rank has them.
+    dtype of the state, with float32 sums; docs/local-sgd.md has the memory that it takes. Buffers
+    of floating point that are in the model's state_dict are averaged with the parameters. Other
+    buffers, and parameters that required no gradient when this was made, stay as each rank has
+    them.
 
     If a difference is Inf or NaN on any rank, all ranks drop it and go on from the last
-    synchronisation: parameters and buffers get their values from there. A rank warns of its own.
-    Inner optimizers are not touched; one whose moments are NaN has to be made anew.
+    synchronisation: parameters and buffers get their values from there. Inner optimizers are not
+    touched; one whose moments are NaN has to be made anew.
 
     Args:
         model: the same on every rank of the state's group; a DistributedDataParallel, or a module
@@ -65,11 +61,11 @@ class LocalSGD:
             its parameters and buffers, as DistributedDataParallel does.
         sync_every: H, inner steps between two synchronisations of a parameter.
         state: over which ranks and how differences travel; one made for this alone. None: in
-            float32, over the default group. If a worker's ranks hold different parts of the model,
-            pass them as its model_group, so that they drop the same differences; the group then
-            has the ranks that hold the same part.
+            float32, over the default group. One over the i-th rank of each worker counts workers
+            alike, one over all ranks as often as they have ranks. If a worker's ranks hold
+            different parts of the model, pass them as its model_group, over the first kind.
         num_fragments: P, parts of about the same size, which are synchronised at P steps spread
-            over sync_every (Streaming DiLoCo). The bytes are the same; a step sends at most a P-th.
+            over sync_every (Streaming DiLoCo).
         fragment_sync_delay: inner steps that run while a fragment is reduced; its result is applied
             after them. Less than sync_every // num_fragments.
         fragment_update_alpha: a synchronised parameter becomes alpha times this rank's, plus
@@ -147,21 +143,17 @@ class LocalSGD:
         self._synced_at = [0] * num_fragments  # the step of each fragment's last difference
         self._in_flight: _InFlight | None = None
         self.state.take_copies({synced.name: synced.copy for synced in self._synced})
-        with telling_peers(self.state):
+        with telling_peers(self.state), torch.no_grad():
             for tensor in [*module.parameters(), *module.buffers()]:
-                self._broadcast(tensor)
+                local = local_of(tensor.detach())
+                local = torch.view_as_real(local) if local.is_complex() else local
+                self.state.communicator.broadcast(local, 0)
         for synced in self._synced:
             synced.copy.detach().copy_(synced.local)
 
     @property
     def _name(self) -> str:
         return f"rota.{type(self).__name__}"
-
-    @torch.no_grad()
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        local = local_of(tensor.detach())
-        local = torch.view_as_real(local) if local.is_complex() else local
-        self.state.communicator.broadcast(local, 0)
 
     # ---- the training loop
 
@@ -266,7 +258,7 @@ class LocalSGD:
         """What all workers have in common, and this rank's residuals, to resume a run.
 
         Save it beside the model and the inner optimizer, which differ between workers except right
-        after a synchronisation. With error feedback each rank saves its own.
+        after a synchronisation.
 
         Returns:
             A dict of "num_steps", "num_skipped", "synced_at": the step of each fragment's last
