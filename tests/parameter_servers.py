@@ -96,6 +96,6 @@ def kill_at(point: str | None) -> None:
         if self.version == _KILLED_AT and point == "stepped":
             kill_self()
 
-    Replica.save = save_or_die  # type: ignore[method-assign]
-    Replica.finish = finish_or_die  # type: ignore[method-assign]
-    ServerShard._step = step_or_die  # type: ignore[method-assign]
+    Replica.save = save_or_die
+    Replica.finish = finish_or_die
+    ServerShard._step = step_or_die

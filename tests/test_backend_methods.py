@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:
-    return (group or dist.group.WORLD)._get_backend(CPU)  # type: ignore[union-attr]
+    return (group or dist.group.WORLD)._get_backend(CPU)
 
 
 @on_ranks(2)
@@ -48,7 +48,7 @@ def test_split_makes_a_group_of_the_members(rank: Rank) -> None:
     rank.init()
     results = []
     for number, members in enumerate(([0, 2], [1, 2, 0])):
-        group = dist.group.WORLD.split_group(members, group_name=f"split{number}")  # type: ignore[union-attr]
+        group = dist.group.WORLD.split_group(members, group_name=f"split{number}")
         if rank.rank not in members:
             assert group is None
             continue

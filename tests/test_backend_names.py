@@ -88,7 +88,7 @@ def fsdp_of_torch_1(rank: Rank, folder: str) -> list[Any]:
         groups = (dist.new_subgroups(1)[0], dist.group.WORLD) if is_hybrid else None
         model = FullyShardedDataParallel(
             make_model(),
-            process_group=groups,  # type: ignore[arg-type]
+            process_group=groups,
             sharding_strategy=strategy,
             device_id=torch.device("cpu"),
         )
@@ -121,7 +121,7 @@ def test_what_asks_for_the_name_gloo_has_the_same_results_on_rota(
 
 @on_ranks(2)
 def test_checkpoint_is_saved_by_a_process_on_gloo(rank: Rank, tmp_path: Path) -> None:
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # the saving processes meet there
     torch.set_num_threads(1)
     rank.init()

@@ -82,7 +82,7 @@ def test_block_that_an_exception_leaves_is_at_its_end(rank: Rank) -> None:
         lambda: dist.all_gather([torch.zeros(1)], torch.zeros(1)),
         lambda: dist.reduce(torch.ones(2), 0, op=dist.ReduceOp.BAND),
         stop,
-        lambda: dist.broadcast("not a tensor", 0),  # type: ignore[arg-type]  # by torch
+        lambda: dist.broadcast("not a tensor", 0),  # by torch
         lambda: (
             dist.all_reduce(torch.ones(2), async_op=True) and stop()
         ),  # once torch has listed it
@@ -99,7 +99,7 @@ def test_block_that_an_exception_leaves_is_at_its_end(rank: Rank) -> None:
 @on_ranks(2)
 def test_other_threads_calls_are_no_part_of_a_block(rank: Rank) -> None:
     rank.init()
-    backend = dist.group.WORLD._get_backend(CPU)  # type: ignore[union-attr]
+    backend = dist.group.WORLD._get_backend(CPU)
     ones, inputs = torch.ones(3), torch.zeros(3)
 
     def call_beside() -> None:

@@ -106,7 +106,7 @@ def test_killed_build_leaves_nothing_that_counts(place: Place, builds: Callable[
     """The builder dies when all is written, before its last step."""
 
     def die() -> None:
-        data_cache.Path.rename = lambda *_: kill_self()  # type: ignore[method-assign]
+        data_cache.Path.rename = lambda *_: kill_self()
         place.open()
 
     assert in_processes(die, 1) == [-signal.SIGKILL]

@@ -175,7 +175,7 @@ def die_when_all_are_connected(rank: Rank, port: int) -> None:
             time.sleep(PACE_S)
         return document
 
-    Forming._count_as_connected = count_as_connected  # type: ignore[method-assign]
+    Forming._count_as_connected = count_as_connected
     serve(rank, port, 3)
 
 

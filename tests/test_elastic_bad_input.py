@@ -86,7 +86,7 @@ def test_arguments_are_checked() -> None:
     store = dist.HashStore()
     for rank in (-1, "0"):
         with pytest.raises(ValueError, match="rank"):
-            Membership(store, rank=rank)  # type: ignore[arg-type]
+            Membership(store, rank=rank)
     with pytest.raises(ValueError, match="min_members"):
         Membership(store).next(min_members=0)
 

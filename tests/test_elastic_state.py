@@ -391,11 +391,11 @@ def test_damaged_copy_is_an_error_on_every_rank_and_no_state(rank: Rank, port: i
         self.bytes[0] ^= 1
         return self.checksum()
 
-    Arena.fetch = fetch_damaged  # type: ignore[method-assign]
+    Arena.fetch = fetch_damaged
     error = error_of(trainee.state.synchronize, generation)
     check_error(error, "TransportError", "what rank 1 has copied differs")
     assert trainee.summary() == before
-    Arena.fetch = fetch  # type: ignore[method-assign]
+    Arena.fetch = fetch
     trainee.state.synchronize(membership.next(min_members=2), check_equal=True)
     assert_equal_on_all_ranks(trainee.summary())
 
@@ -410,7 +410,7 @@ def test_source_that_dies_leaves_the_others_their_states(rank: Rank, port: int) 
     if rank.rank == 1:
         trainee.optimizer.step()
         trainee.state.commit()
-        Arena.checksum = lambda self: kill_self()  # type: ignore[method-assign,assignment]
+        Arena.checksum = lambda self: kill_self()
     assert error_of(trainee.state.synchronize, generation)[0] == "PeerFailed"
     assert trainee.summary() == committed
     assert not trainee.state.synchronize(membership.next(), check_equal=True)
@@ -455,7 +455,7 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="num_steps"):
         state.num_steps = -1
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1), 1)
-    scheduler.unpicklable = lambda: None  # type: ignore[attr-defined]
+    scheduler.unpicklable = lambda: None
     with pytest.raises(TypeError, match="the state of scheduler cannot be pickled"):
         State(scheduler=scheduler).commit()
 

@@ -65,7 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list
 
 def shard(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> FSDPModule:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (model[0], model[2], model):  # type: ignore[index]
+    for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, **options)
     assert isinstance(model, FSDPModule)
     return model
@@ -96,12 +96,12 @@ def test_training_has_the_bits_of_ddp_with_the_same_wire(
     for is_async in (False, True):
         model = shard(make_model())
         rota.fsdp.use(model, wire)
-        for module in model.modules():  # type: ignore[attr-defined]
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module._set_unshard_async_op(is_async)
-        losses = train(model, make_optimizer(model.parameters()), rank.rank)  # type: ignore
+        losses = train(model, make_optimizer(model.parameters()), rank.rank)
         assert losses == expected
-        assert_same_parameters(model, ddp)  # type: ignore[arg-type]
+        assert_same_parameters(model, ddp)
 
 
 def average_in_wire(gradients: list[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
@@ -148,14 +148,14 @@ def test_mixed_precision_policy_narrows_parameters_and_the_wire_gradients(rank: 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for wire in (torch.bfloat16, None):
         model = shard(make_model(), mp_policy=policy)
-        rota.fsdp.use(model, wire)  # type: ignore[arg-type]
-        train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)  # type: ignore
+        rota.fsdp.use(model, wire)
+        train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)
         expected = train_reference(
             rank.world_size,
             lambda gradients, wire=wire: average_in_wire(gradients, wire or torch.float32),
             InBfloat16,
         )
-        assert_same_parameters(model, expected)  # type: ignore[arg-type]
+        assert_same_parameters(model, expected)
 
 
 def rounded(model: nn.Module, wire: torch.dtype) -> nn.Module:
@@ -171,14 +171,14 @@ def test_parameters_in_a_16_bit_wire_are_rounded_where_they_are_used(
     rank: Rank, wire: torch.dtype
 ) -> None:
     model = shard(make_model())
-    rota.fsdp.use(model, torch.bfloat16, parameter_wire_dtype=wire)  # type: ignore[arg-type]
-    train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)  # type: ignore
+    rota.fsdp.use(model, torch.bfloat16, parameter_wire_dtype=wire)
+    train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)
     expected = train_reference(
         rank.world_size,
         lambda gradients: average_in_wire(gradients, torch.bfloat16),
         lambda model: rounded(model, wire),
     )
-    assert_same_parameters(model, expected)  # type: ignore[arg-type]
+    assert_same_parameters(model, expected)
 
 
 @pytest.mark.parametrize("wire", [torch.float8_e4m3fn, torch.float8_e5m2], ids=name_of)
@@ -191,15 +191,15 @@ def test_parameters_in_fp8_blocks_are_equal_on_all_ranks_and_close(
         DistributedDataParallel(reference), OPTIMIZERS["sgd"](reference.parameters()), rank.rank
     )
     model = shard(make_model())
-    rota.fsdp.use(model, torch.bfloat16, parameter_wire_dtype=wire)  # type: ignore[arg-type]
-    losses = train(model, OPTIMIZERS["sgd"](model.parameters()), rank.rank)  # type: ignore
+    rota.fsdp.use(model, torch.bfloat16, parameter_wire_dtype=wire)
+    losses = train(model, OPTIMIZERS["sgd"](model.parameters()), rank.rank)
     assert losses != expected
     assert losses == pytest.approx(expected, rel=0.05)
-    masters = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore
-    for module in model.modules():  # type: ignore[attr-defined]
+    masters = [parameter.full_tensor() for parameter in model.parameters()]
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    for used, master in zip(model.parameters(), masters, strict=True):  # type: ignore
+    for used, master in zip(model.parameters(), masters, strict=True):
         of_ranks = [torch.empty_like(used) for _ in range(rank.world_size)]
         dist.all_gather(of_ranks, used.detach())
         assert all(torch.equal(values, used) for values in of_ranks)
@@ -214,15 +214,15 @@ def test_parameters_in_fp8_blocks_are_equal_on_all_ranks_and_close(
 def test_training_uses_its_buffers_again(rank: Rank) -> None:
     """The second step finds the buffers of the first, and all of them are in the heap."""
     model = shard(make_model())
-    rota.fsdp.use(model, torch.bfloat16)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(model.parameters(), 0.125)  # type: ignore[attr-defined]
-    train(model, optimizer, rank.rank)  # type: ignore[arg-type]
+    rota.fsdp.use(model, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    train(model, optimizer, rank.rank)
     before = heap_bytes()
     assert before > 0
-    train(model, optimizer, rank.rank)  # type: ignore[arg-type]
+    train(model, optimizer, rank.rank)
     assert heap_bytes() == before
-    loss_of(model, 0, rank.rank).backward()  # type: ignore[arg-type]
-    for parameter in model.parameters():  # type: ignore[attr-defined]
+    loss_of(model, 0, rank.rank).backward()
+    for parameter in model.parameters():
         assert parameter.grad.to_local().data_ptr() in heap_range()
 
 
@@ -233,9 +233,9 @@ def test_training_in_float32_equals_gloo(rank: Rank) -> None:
         group = dist.new_group(backend=backend)
         model = shard(make_model(), DeviceMesh.from_group(group, "cpu"))
         if backend == "rota":
-            rota.fsdp.use(model)  # type: ignore[arg-type]
-        losses = train(model, OPTIMIZERS["adamw"](model.parameters()), rank.rank)  # type: ignore
-        results.append((losses, [p.full_tensor() for p in model.parameters()]))  # type: ignore
+            rota.fsdp.use(model)
+        losses = train(model, OPTIMIZERS["adamw"](model.parameters()), rank.rank)
+        results.append((losses, [p.full_tensor() for p in model.parameters()]))
     (losses, parameters), (expected_losses, expected) = results
     assert losses == expected_losses
     assert all(torch.equal(*pair) for pair in zip(parameters, expected, strict=True))
@@ -255,15 +255,15 @@ def test_hybrid_shard_rounds_once_in_each_dimension(rank: Rank) -> None:
         mesh_dim_names=("replicate", "shard"),
     )
     model = shard(make_model(), mesh)
-    rota.fsdp.use(model, wire)  # type: ignore[arg-type]
-    train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)  # type: ignore
+    rota.fsdp.use(model, wire)
+    train(model, torch.optim.SGD(model.parameters(), 0.125), rank.rank)
 
     def average(gradients: list[torch.Tensor]) -> torch.Tensor:
         of_replicas = [average_in_wire(gradients[i : i + 2], wire) for i in (0, 2)]
         return average_in_wire(of_replicas, wire)
 
     expected = train_reference(rank.world_size, average, copy.deepcopy)
-    assert_same_parameters(model, expected)  # type: ignore[arg-type]
+    assert_same_parameters(model, expected)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ def test_hybrid_shard_rounds_once_in_each_dimension(rank: Rank) -> None:
             lambda: rota.fsdp.use(nn.Linear(2, 2), parameter_wire_dtype=torch.int8),
             r"rota\.fsdp\.use: parameter_wire_dtype is torch\.int8, expected None or one of",
         ),
-        (lambda: rota.fsdp.use(3), r"rota\.fsdp\.use: model is of type int"),  # type: ignore
+        (lambda: rota.fsdp.use(3), r"rota\.fsdp\.use: model is of type int"),
         (
-            lambda: rota.fsdp.AllGather("bf16"),  # type: ignore[arg-type]
+            lambda: rota.fsdp.AllGather("bf16"),
             r"rota\.fsdp\.AllGather: wire_dtype is 'bf16', expected",
         ),
         (

@@ -70,7 +70,7 @@ CASES: dict[str, Case] = {
         lambda: rota.amp.GradScaler([None]), "TypeError", "NoneType | rota.HookState"
     ),
     "scaler-nothing": Case(
-        lambda: rota.amp.GradScaler(None),  # type: ignore[arg-type]
+        lambda: rota.amp.GradScaler(None),
         "TypeError",
         "NoneType | rota.HookState",
     ),
@@ -88,27 +88,27 @@ CASES: dict[str, Case] = {
         "state_dict lacks ['num_reductions', 'residuals'] | rota.HookState.state_dict()",
     ),
     "state-dict-type": Case(
-        lambda: rota.HookState().load_state_dict([]),  # type: ignore[arg-type]
+        lambda: rota.HookState().load_state_dict([]),
         "TypeError",
         "state_dict is of type list",
     ),
     "parameters-text": Case(
-        lambda: rota.reduce_gradients("abc", rota.HookState()),  # type: ignore[arg-type]
+        lambda: rota.reduce_gradients("abc", rota.HookState()),
         "TypeError",
         "parameters holds a str, expected tensors",
     ),
     "parameters-none": Case(
-        lambda: rota.clip_grad_norm_(None, 1.0),  # type: ignore[arg-type]
+        lambda: rota.clip_grad_norm_(None, 1.0),
         "TypeError",
         "rota.clip_grad_norm_: parameters is of type NoneType",
     ),
     "parameters-model": Case(
-        lambda: rota.reduce_gradients(Linear(1, 1), rota.HookState()),  # type: ignore[arg-type]
+        lambda: rota.reduce_gradients(Linear(1, 1), rota.HookState()),
         "TypeError",
         "parameters is of type Linear | pass model.parameters()",
     ),
     "ops-communicator": Case(
-        lambda: rota.ops.all_reduce(torch.ones(1), None),  # type: ignore[arg-type]
+        lambda: rota.ops.all_reduce(torch.ones(1), None),
         "TypeError",
         "communicator is of type NoneType, expected a rota.Communicator",
     ),
@@ -242,7 +242,7 @@ def test_one_state_on_two_models_is_refused(rank: Rank, how: str) -> None:
     state = rota.HookState()
     batch = exact_batch(rank.rank, 0)
 
-    def unregistered(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations as text
+    def unregistered(_, bucket):  # DDP refuses annotations as text
         return rota.fused_hook(state, bucket)
 
     first, second = (DistributedDataParallel(ExactGradients()) for _ in range(2))

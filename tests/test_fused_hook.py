@@ -67,7 +67,7 @@ def test_fused_hook_of_random_gradients_follows_oracle(
     state = rota.HookState(wire_dtype=wire.dtype, block_scaling=wire.block_scaling, **options)
     buckets: list[list[torch.Tensor]] = []
 
-    def note_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text
+    def note_bucket(state, bucket):  # DDP refuses text
         buckets.append(bucket.parameters())
         return rota.fused_hook(state, bucket)
 

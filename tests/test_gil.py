@@ -138,7 +138,7 @@ def call_everything(rank: Rank, what: str) -> list[str]:
         calls, first = calls_of_backend(group), "second call"
     elif what == "group":
         dist.all_reduce(torch.ones(1))
-        calls, first = calls_of_backend(dist.group.WORLD), "second call"  # type: ignore[arg-type]
+        calls, first = calls_of_backend(dist.group.WORLD), "second call"
     elif what == "communicator":
         calls, first = calls_of_communicator(rota.Communicator()), "all_reduce"
     else:

@@ -153,7 +153,7 @@ def test_ddp_goes_on_after_a_bad_argument_in_a_hook(
 
     def hook(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if state is None:
-            return rota.allreduce_hook(3 if is_bad and is_wrong else None, bucket)  # type: ignore[arg-type]
+            return rota.allreduce_hook(3 if is_bad and is_wrong else None, bucket)
         state.algorithm = "zzz" if is_bad and is_wrong and bucket.index() == has_trained else "auto"
         return rota.fused_hook(state, bucket)
 

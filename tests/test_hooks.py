@@ -74,7 +74,7 @@ def test_ddp_without_hook_on_backend_rota_equals_gloo(rank: Rank) -> None:
     for group in (None, dist.new_group(backend="gloo")):
         model = make_model()
         with_unused = nn.ModuleDict({"used": model, "unused": nn.Linear(4, 4)})
-        with_unused.forward = model.forward  # type: ignore[method-assign]
+        with_unused.forward = model.forward
         ddp = DistributedDataParallel(
             with_unused,
             process_group=group,
@@ -110,7 +110,7 @@ def test_hook_averages_over_the_group_of_its_state_and_can_be_chained(
         return
     hook, state_over, _ = HOOKS[name]
 
-    def double_average(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text
+    def double_average(state, bucket):  # DDP refuses text
         return hook(state, bucket).then(lambda done: done.value() * 2)
 
     model = DistributedDataParallel(ExactGradients(), process_group=group)

@@ -139,8 +139,8 @@ def test_sum_of_a_dtype_that_is_only_moved_names_those_that_are_summed(rank: Ran
     for dtype in ONLY_MOVED:
         tensor = pattern(0, dtype)
         errors += [
-            error_of(lambda t=tensor: comm.all_reduce(t)),  # type: ignore[misc]
-            error_of(lambda t=tensor: comm.reduce(t, 0)),  # type: ignore[misc]
+            error_of(lambda t=tensor: comm.all_reduce(t)),
+            error_of(lambda t=tensor: comm.reduce(t, 0)),
         ]
     comm.all_reduce(tensor := torch.ones(3))
     assert tensor.tolist() == [rank.world_size] * 3

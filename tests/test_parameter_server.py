@@ -135,7 +135,7 @@ class Replacing(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1.0})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data = parameter.data - parameter.grad

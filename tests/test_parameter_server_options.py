@@ -123,7 +123,7 @@ def test_inf_and_nan_are_pushed_but_leave_no_residual(rank: Rank) -> None:
     assert parameters[0].tolist()[:2] == [-1.0, -torch.inf] and parameters[0][2].isnan()
     gradient = torch.ones(3)
     server.push([gradient])
-    views = server._connection.mailbox._residuals  # type: ignore[union-attr]
+    views = server._connection.mailbox._residuals
     assert all(residual.isfinite().all() for residual in views)
     server.close()
 

@@ -127,7 +127,7 @@ def test_debug_level_detail_wraps_every_operation(rank: Rank) -> None:
     assert objects == [0, 1]
     # The wrapper compares the calls before rota sees them.
     error = error_of(lambda: dist.all_reduce(torch.ones(3 + rank.rank)))[1]
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert type(backend).__name__ == "_ProcessGroupWrapper"
     dist.destroy_process_group()
     assert "mismatch between collectives" in error

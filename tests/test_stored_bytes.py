@@ -57,7 +57,7 @@ def test_copy_with_checksum_copies_and_sums() -> None:
 )
 def test_tensors_that_do_not_fit_are_refused(call: object) -> None:
     with pytest.raises(ValueError, match="expected"):
-        call()  # type: ignore[operator]
+        call()
 
 
 def test_exposed_tensor_is_opened_by_its_address() -> None:

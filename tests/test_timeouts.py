@@ -43,7 +43,7 @@ def test_timeouts_longer_than_clocks_count_do_not_end_at_once(
         if rank.rank == 0:
             dist.send(one, 1, group)
         else:
-            dist.irecv(one, 0, group).wait(timeout)  # type: ignore[union-attr]
+            dist.irecv(one, 0, group).wait(timeout)
     for given in (timeout, None):
         come_late()
         communicator = rota.Communicator(timeout=given)

@@ -120,7 +120,7 @@ def train(
         generator = torch.Generator().manual_seed(10 * step + rank.rank)
         model.zero_grad()
         model(torch.randn(8, 48, generator=generator)).square().mean().backward()
-        values += [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        values += [parameter.grad.clone() for parameter in model.parameters()]
         if optimizer is not None and step >= first_step:
             optimizer.step()
     return values + [parameter.detach() for parameter in model.parameters()]
@@ -140,7 +140,7 @@ def test_hook_of_torch_gives_what_it_gives_on_gloo(rank: Rank, name: str) -> Non
         overlaps = name == "optimizer_overlap"
         optimizer = None if overlaps else torch.optim.SGD(model.parameters(), LEARNING_RATE)
         step = functools.partial(train, model, rank, optimizer)
-        errors.append(error_of(lambda step=step: results.append(step())))  # type: ignore[misc]
+        errors.append(error_of(lambda step=step: results.append(step())))
         dist.barrier()
     if name in FAILING and errors[0][0] != "nothing":
         # Stacks below the first line depend on the thread that runs the callback.

@@ -89,7 +89,7 @@ def test_coalescing_block(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPa
     coalescing_block = _torch.coalescing_block
 
     def watched(frame: object) -> _torch.CoalescingBlock | None:
-        blocks.append(coalescing_block(frame))  # type: ignore[arg-type]
+        blocks.append(coalescing_block(frame))
         return blocks[-1]
 
     monkeypatch.setattr(_torch, "coalescing_block", watched)
@@ -226,7 +226,7 @@ def test_scaler_keeps_what_it_found_until_update() -> None:
 def test_fused_step_divides_by_grad_scale() -> None:
     _, optimizer = scaled(fused=True)
     assert _torch.takes_grad_scale(optimizer), "Optimizer._step_supports_amp_scaling"
-    optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
+    optimizer.grad_scale = torch.tensor(8.0)
     optimizer.step()
     (parameter,) = optimizer.param_groups[0]["params"]
     assert parameter.tolist() == [0.5, 0.5], "the attribute grad_scale of fused optimizers"

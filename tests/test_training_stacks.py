@@ -73,7 +73,7 @@ def ddp(rank: Rank) -> Result:
         {"static_graph": True},
         {"gradient_as_bucket_view": True},
     ):
-        model = DistributedDataParallel(make_model(), **options)  # type: ignore[arg-type]
+        model = DistributedDataParallel(make_model(), **options)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         results += train(model, optimizer, rank.rank)
         if "static_graph" not in options:  # which torch does not allow with no_sync
@@ -131,7 +131,7 @@ def hybrid_fsdp(rank: Rank) -> Result:
 def tensor_parallel(rank: Rank) -> Result:
     mesh = init_device_mesh("cpu", (2,))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(make_model(), mesh, plan)  # type: ignore[arg-type]
+    model = parallelize_module(make_model(), mesh, plan)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return train(model, optimizer, 0) + values_of(model)  # all ranks have the same batch
 
@@ -149,8 +149,8 @@ def pipeline(rank: Rank) -> Result:
             own = layers[index * 4 // num_stages : (index + 1) * 4 // num_stages]
             module = nn.Sequential(*copy.deepcopy(own))
             stages.append(PipelineStage(module, index, num_stages, device))
-        schedule = schedule_of(  # type: ignore[abstract]
-            stages if num_stages == 4 else stages[0],  # type: ignore[arg-type]
+        schedule = schedule_of(
+            stages if num_stages == 4 else stages[0],
             n_microbatches=4,
             loss_fn=nn.functional.mse_loss,
         )

@@ -40,7 +40,7 @@ def test_nested_mesh_of_a_group_with_a_bound_device_splits(rank: Rank) -> None:
     inner = mesh["inner"]._unflatten(0, (2, 1), ("left", "right"))
     # torch binds and splits groups only where there is a GPU, so this process claims to have one.
     torch.accelerator.is_available = lambda: True
-    torch.accelerator.current_accelerator = lambda: CPU  # type: ignore[assignment]
+    torch.accelerator.current_accelerator = lambda: CPU
     default_group().bound_device_id = torch.device("cuda:0")
     half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
     half.bound_device_id = torch.device("cuda:0")

@@ -56,12 +56,12 @@ def test_gpu_tuning_changed_copy_leaves_table_and_original(field: str) -> None:
 
 def test_gpu_tuning_provenance_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        _C.gpu_tuning("", "nvlink", 8).provenance = "measured"  # type: ignore[misc]
+        _C.gpu_tuning("", "nvlink", 8).provenance = "measured"
 
 
 def test_gpu_tuning_unknown_topology_lists_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"topology is 'infiniband', .* local, nvlink, pcie"):
-        _C.gpu_tuning("", "infiniband", 8)  # type: ignore[arg-type]
+        _C.gpu_tuning("", "infiniband", 8)
 
 
 @pytest.mark.parametrize("world_size", (-1, 0, 65))

@@ -195,11 +195,11 @@ def test_wrong_calls_are_refused(store: dist.Store) -> None:
     with pytest.raises(ValueError, match="this is a publisher"):
         publisher.pull()
     with pytest.raises(TypeError, match="'w' is 3, expected a tensor"):
-        publisher.publish(1, {"w": 3})  # type: ignore[dict-item]
+        publisher.publish(1, {"w": 3})
     with pytest.raises(TypeError, match=r"'w' is torch.strided on meta, expected .* CPU"):
         publisher.publish(1, {"w": torch.empty(2, device="meta")})
     with pytest.raises(TypeError, match=r"expected a torch\.distributed.Store"):
-        WeightStore("store")  # type: ignore[arg-type]
+        WeightStore("store")
     with pytest.raises(ValueError, match="expected a part that lies within it"):
         WeightShard((4,), (2,), (3,))
 

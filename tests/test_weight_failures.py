@@ -60,7 +60,7 @@ def publish_or_check(rank: Rank, num_publishers: int) -> Any:
     versions = []
     num_overwritten = 0
     deadline = time.monotonic() + STRESS_S
-    copy = reader._reader._copy  # type: ignore[union-attr]
+    copy = reader._reader._copy
 
     def counting_copy(*args: Any) -> Any:
         nonlocal num_overwritten
@@ -68,7 +68,7 @@ def publish_or_check(rank: Rank, num_publishers: int) -> Any:
         num_overwritten += results is None
         return results
 
-    reader._reader._copy = counting_copy  # type: ignore[union-attr, method-assign]
+    reader._reader._copy = counting_copy
     while time.monotonic() < deadline:
         version, weights = reader.pull(at_least=versions[-1] + 1 if versions else 0)
         assert is_whole(version, weights), (version, [x.unique() for x in weights.values()])
@@ -104,7 +104,7 @@ def publish_beside_readers(rank: Rank) -> Any:
     if rank.rank == 1:
         while True:
             reader.pull()
-            reader._reader._results.clear()  # type: ignore[union-attr]  # copies again
+            reader._reader._results.clear()  # copies again
     rank.hear()
     version, weights = reader.pull(at_least=19)
     assert is_whole(version, weights)
@@ -155,7 +155,7 @@ def test_killed_publisher_leaves_the_last_whole_version(rank: Rank, is_publishin
     reader = WeightStore(store)
     reader.pull(at_least=5)
     pid = await_death_of_publisher(store)
-    reader._reader._results.clear()  # type: ignore[union-attr]
+    reader._reader._results.clear()
     version, weights = reader.pull()
     assert is_whole(version, weights)
     assert version >= 5 if is_publishing else version == 5
@@ -242,7 +242,7 @@ def test_last_version_outlives_the_interpreter_of_its_publisher(tmp_path: Path) 
     trainer.stdout.readline()
     reader = WeightStore(dist.FileStore(path))
     reader.pull()
-    reader._reader._results.clear()  # type: ignore[union-attr]
+    reader._reader._results.clear()
     trainer.stdin.close()
     assert trainer.wait() == 0
     version, weights = reader.pull()

@@ -317,11 +317,11 @@ def test_memory_that_something_else_may_use_does_not_move(rank: Rank) -> None:
             sent = dist.isend(torch.arange(300.0), peer, tag=1)
             assert sent is not None
             sent.wait()
-            held.wait()  # type: ignore[attr-defined]
+            held.wait()
             assert tensor.equal(torch.arange(300.0))
         if name == "isend":
             dist.recv(torch.empty(300), peer)
-            held.wait()  # type: ignore[attr-defined]
+            held.wait()
         del held
         if name != "numpy":  # torch does not hear of its end
             window = rota.Window(tensor)
@@ -393,7 +393,7 @@ def test_bad_arguments_are_refused(rank: Rank) -> None:
         (lambda: window.wait_signal(0, timeout=soon), "TypeError", "timeout is 0.5, expected a da"),
         (lambda: window.wait_any_signal([0], timeout=soon), "TypeError", "timeout is 0.5, expect"),
         (lambda: rota.Window(1, num_channels=0), "ValueError", "num_channels is 0"),
-        (lambda: rota.Window(1, group="me"), "TypeError", "group is of type str"),  # type: ignore[arg-type]
+        (lambda: rota.Window(1, group="me"), "TypeError", "group is of type str"),
     ):
         check_error(error_of(call), kind, text)
     assert window.tensor.count_nonzero() == 0

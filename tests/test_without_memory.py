@@ -22,7 +22,7 @@ from several_hosts import PAIR, TWO_BY_TWO, of_layouts, on_layout
 class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls, num_elems: int) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, (num_elems,), dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, (num_elems,), dtype=torch.float32)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[Callable[[int], torch.Tensor], str, str]] = {
     "wrapper": (Wrapper, "TypeError", "Wrapper, which has no memory of its own"),
     "dtensor": (replicated, "TypeError", "DTensor, which has no memory of its own; pass its .to_l"),
     "functional": (
-        lambda n: torch._to_functional_tensor(torch.ones(n)),  # type: ignore[attr-defined]
+        lambda n: torch._to_functional_tensor(torch.ones(n)),
         "TypeError",
         "plain tensor",
     ),
@@ -145,14 +145,14 @@ def test_lazy_clones_and_tensors_without_elements_are_as_others(rank: Rank) -> N
     communicator.all_reduce(freed(0))
     communicator.all_gather(torch.empty(0), freed(8)[3:3])
     source = torch.ones(8)
-    clone, received = torch._lazy_clone(source), torch._lazy_clone(source)  # type: ignore[attr-defined]
+    clone, received = torch._lazy_clone(source), torch._lazy_clone(source)
     communicator.all_reduce(clone)
     if rank.rank == 0:
         communicator.send(clone, 1)
     else:
         communicator.recv(received, 0)
         assert received.eq(2).all()
-    window = rota.Window(torch._lazy_clone(source))  # type: ignore[attr-defined]
+    window = rota.Window(torch._lazy_clone(source))
     window.tensor.fill_(7)
     assert clone.eq(2).all() and source.eq(1).all()
     dist.barrier()
@@ -181,7 +181,7 @@ def test_memory_lost_while_a_call_is_queued_is_an_error_on_every_rank(rank: Rank
     stats, wire = torch.zeros(2, dtype=torch.float64), {"wire_dtype": torch.float16}
 
     def reduce_bucket(tensor: torch.Tensor) -> Any:
-        return communicator.reduce_bucket_future(tensor, stats, block_scaling=False, **wire)  # type: ignore[arg-type]
+        return communicator.reduce_bucket_future(tensor, stats, block_scaling=False, **wire)
 
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
         "all_reduce": lambda t: dist.all_reduce(t, async_op=True),
