@@ -59,7 +59,7 @@ def test_backend_wait_with_timeout_gives_up_and_the_collective_goes_on(rank: Ran
     tensor = torch.ones(100_000)
     if rank.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
-        error = error_of(lambda: work.wait(timedelta(milliseconds=100)))
+        error = error_of(work.wait, timedelta(milliseconds=100))
         rank.say()
         work.wait()
         check_error(error, "Timeout", "100 ms")
@@ -108,7 +108,7 @@ def test_backend_use_after_destroy_raises_rota_error(rank: Rank) -> None:
     group = dist.new_group(backend="rota")
     backend = group._get_backend(torch.device("cpu"))
     dist.destroy_process_group(group)
-    error = error_of(lambda: backend.allreduce([torch.ones(1)]))
+    error = error_of(backend.allreduce, [torch.ones(1)])
     check_error(error, "RotaError", "closed", "make a new one")
 
 

@@ -39,7 +39,7 @@ def test_pg_options_set_wire_dtype_and_slots(rank: Rank) -> None:
 
 @on_ranks(1)
 def test_pg_options_of_another_backend_raise_type_error(rank: Rank) -> None:
-    error = error_of(lambda: rank.init(pg_options=object()))
+    error = error_of(rank.init, pg_options=object())
     check_error(error, "TypeError", "rota.BackendOptions")
 
 
@@ -97,7 +97,7 @@ def test_coalesced_wait_ends_with_its_timeout_and_the_calls_go_on(rank: Rank) ->
         dist.irecv(first := torch.zeros(3), 1)
         dist.irecv(torch.zeros(3), 1)
         work = backend._end_coalescing()
-        error = error_of(lambda: work.wait(timedelta(milliseconds=50)))
+        error = error_of(work.wait, timedelta(milliseconds=50))
         assert not work.is_completed()
     dist.barrier()
     if rank.rank == 0:
@@ -129,7 +129,7 @@ def test_monitored_barrier_names_all_that_have_not_come(rank: Rank) -> None:
         rank.await_word()
         return
     backend.set_timeout(timedelta(seconds=1000))  # the call's own is shorter
-    error = error_of(lambda: backend.monitored_barrier(timedelta(milliseconds=100), True))
+    error = error_of(backend.monitored_barrier, timedelta(milliseconds=100), True)
     rank.say()
     assert backend.get_error().name == "TIMEOUT"
     check_error(error, "Timeout", "rank 1", "rank 2")
@@ -275,7 +275,7 @@ def test_sparse_all_reduce_of_other_sizes_is_a_mismatch(rank: Rank) -> None:
         torch.eye(3 + rank.rank).to_sparse(),
         torch.ones(3, 2).to_sparse(sparse_dim=2 - rank.rank),
     ):
-        error = error_of(lambda tensor=tensor: dist.all_reduce(tensor))
+        error = error_of(dist.all_reduce, tensor)
         dist.all_reduce(after := torch.ones(1))
         results.append((*error, after.item()))
     for error, text, after in results:

@@ -232,7 +232,7 @@ def test_bad_argument_raises_at_once_and_the_group_goes_on(rank: Rank) -> None:
     errors = {}
     for name, case in CASES.items():
         if rank.rank == 0:
-            errors[name] = error_of(lambda: case.call(communicator))  # noqa: B023
+            errors[name] = error_of(case.call, communicator)
         communicator.all_reduce(tensor := floats(3))
         assert tensor.tolist() == [2.0] * 3, name
     for name, error in errors.items():
@@ -284,5 +284,5 @@ def test_unknown_instruction_set_raises_value_error_that_lists_the_known(rank: R
 
 @on_ranks(1)
 def test_hook_before_init_raises_value_error(rank: Rank) -> None:
-    error = error_of(lambda: rota.allreduce_hook(None, None))
+    error = error_of(rota.allreduce_hook, None, None)
     check_error(error, "ValueError", "init_process_group")

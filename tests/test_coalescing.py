@@ -88,7 +88,7 @@ def test_block_that_an_exception_leaves_is_at_its_end(rank: Rank) -> None:
         ),  # once torch has listed it
     ]
     for call in calls:
-        errors.append(error_of(lambda call=call: block(call)))
+        errors.append(error_of(block, call))
         assert len(after) == min(len(errors), 3), "rota's own errors come at the end"
         check_alive(rank)
     kinds = [kind for kind, _ in errors]
@@ -138,7 +138,7 @@ def test_batch_whose_messages_share_memory_is_refused_before_any_starts(rank: Ra
         ((dist.irecv, x[:4], peer), (dist.irecv, x[3:7], peer)),
         ((dist.isend, x[:4], rank.rank), (dist.irecv, x[2:6], rank.rank)),
     ):
-        errors.append(error_of(lambda batch=batch: run(*batch)))
+        errors.append(error_of(run, *batch))
         check_alive(rank)
     assert x.equal(torch.arange(8.0) + 8 * rank.rank)
     run((dist.isend, x[::2], peer), (dist.irecv, x[1::2], peer))

@@ -353,9 +353,9 @@ def test_operator_whose_communicator_is_gone_raises(rank: Rank) -> None:
     name = gone.name
     gone.barrier()
     del gone
-    dead = error_of(lambda: torch.ops.rota.barrier(torch.zeros(1), name))
+    dead = error_of(torch.ops.rota.barrier, torch.zeros(1), name)
     living.close()
-    closed = error_of(lambda: rota.ops.all_reduce_(torch.ones(1), living))
+    closed = error_of(rota.ops.all_reduce_, torch.ones(1), living)
     check_error(dead, "RotaError", "there is no communicator '", "; keep a reference to it")
     assert closed == ("RotaError", "rota: this communicator is closed; make a new one")
 
@@ -364,4 +364,4 @@ def test_operator_whose_communicator_is_gone_raises(rank: Rank) -> None:
 def test_compiled_collectives_that_differ_raise_mismatch(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=TIMEOUT_S)
     run = compiled(lambda x: rota.ops.all_reduce(x * 2, communicator), "aot_eager")
-    check_error(error_of(lambda: run(torch.ones(3 + rank.rank))), "Mismatch", "ranks disagree")
+    check_error(error_of(run, torch.ones(3 + rank.rank)), "Mismatch", "ranks disagree")

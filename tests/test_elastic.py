@@ -205,7 +205,7 @@ def test_what_was_made_in_an_earlier_generation_raises(rank: Rank, port: int) ->
             dist.all_reduce(tensor, group=pair)
     let_die(2, generation, store_of(port))
     if rank.rank == 1:
-        error = error_of(lambda: dist.all_reduce(tensor, group=pairs[1]))
+        error = error_of(dist.all_reduce, tensor, group=pairs[1])
         check_error(error, "PeerFailed", died)
     for _ in range(100):
         dist.all_reduce(tensor, group=pairs[0])
@@ -256,9 +256,9 @@ def test_member_that_has_gone_on_is_not_awaited(rank: Rank, port: int) -> None:
         generation.communicator.barrier()
         if rank.rank == 1 and what == "known subgroup":
             store_of(port).wait([f"rota/elastic/over/{generation.uuid}"])
-            error = error_of(lambda group=group: dist.barrier(group))
+            error = error_of(dist.barrier, group)
         elif rank.rank == 1:
-            error = error_of(lambda what=what: MAKES[what]([0, 1]))
+            error = error_of(MAKES[what], [0, 1])
         if rank.rank == 1:
             check_error(error, "PeerFailed", "rank 0", "has gone on to the next one")
         generation = membership.next(min_members=2)

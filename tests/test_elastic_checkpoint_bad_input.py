@@ -98,7 +98,7 @@ def test_use_in_a_forked_child_raises(rank: Rank) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writer, "\n".join(error_of(lambda: checkpoint.save(0, {}))).encode())
+        os.write(writer, "\n".join(error_of(checkpoint.save, 0, {})).encode())
         os._exit(0)
     os.waitpid(child, 0)
     kind, text = os.read(reader, 10_000).decode().split("\n")

@@ -348,7 +348,7 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
         ]
         average = copy.deepcopy(ddp)  # as torch.optim.swa_utils.AveragedModel does
         copies.append((average.module, average._comm_hooks[0][1]))
-        errors.append(error_of(lambda state=state: pickle.dumps(state)))
+        errors.append(error_of(pickle.dumps, state))
         ddp.zero_grad()
         ddp(batches[1]).backward()
         expected = gradients_of(ddp)

@@ -41,7 +41,7 @@ def reduce_until_error(rank: Rank, num_elems: int, algorithm: str) -> list[tuple
     first = error_of(loop)
     return [
         first,
-        error_of(lambda: communicator.all_reduce(tensor)),
+        error_of(communicator.all_reduce, tensor),
         error_of(communicator.barrier),
     ]
 
@@ -143,7 +143,7 @@ def test_peer_that_leaves_raises_peer_failed(rank: Rank, how: str, facts: list[s
             communicator.abort("the data ran out")
         rank.await_word()  # still alive
         return
-    error = error_of(lambda: communicator.all_reduce(torch.ones(3)))
+    error = error_of(communicator.all_reduce, torch.ones(3))
     rank.say()
     peer = f"rank 1 (pid {rank.pid_of(1)})"
     check_error(error, "PeerFailed", peer, "rota.all_reduce: rank 0/2", *facts)
@@ -163,7 +163,7 @@ def test_timeout_names_the_peer_and_the_late_peer_learns_of_it(rank: Rank) -> No
     if rank.rank == 1:
         rank.await_word("rank 0 has waited")
         rank.await_word("rank 2 has waited")
-    first = error_of(lambda: communicator.all_reduce(torch.ones(3)))
+    first = error_of(communicator.all_reduce, torch.ones(3))
     rank.say(f"rank {rank.rank} has waited")
     later = error_of(communicator.barrier)
     if rank.rank == 1:
@@ -235,7 +235,7 @@ def start_over(rank: Rank) -> float | None:
     rank.tell()
     if rank.rank == 2:
         rank.hear()
-    with_error = error_of(lambda: communicator.all_reduce(torch.ones(3)))
+    with_error = error_of(communicator.all_reduce, torch.ones(3))
     assert with_error[0] == "PeerFailed"
     dist.destroy_process_group()
     rank.world_size = 2
@@ -260,11 +260,11 @@ def meet_without_the_last(rank: Rank, what: str) -> list[tuple[str, str]]:
         rank.hear()
     if what == "weights":
         store = WeightStore(rank.make_store(), group=dist.group.WORLD)
-        errors = [error_of(lambda: store.publish(1, {f"{rank.rank}": torch.ones(2)}))]
+        errors = [error_of(store.publish, 1, {f"{rank.rank}": torch.ones(2)})]
     else:
         checkpoint = Checkpoint(dist.group.WORLD, job=f"dead {os.getppid()}", linger=timedelta(0))
         state = {"a": torch.ones(2)}
-        errors = [error_of(checkpoint.load), error_of(lambda: checkpoint.save(1, state))]
+        errors = [error_of(checkpoint.load), error_of(checkpoint.save, 1, state)]
     rank.tell()
     rank.hear()  # an end of its own would be noticed, too
     return errors

@@ -128,7 +128,7 @@ def test_option_is_refused_with_a_clear_error(name: str) -> None:
 def test_hook_takes_a_group_for_its_state(state: Any) -> None:
     bucket: Any = None
     for hook in (rota.allreduce_hook, rota.fp16_compress_hook, rota.bf16_compress_hook):
-        error = error_of(lambda hook=hook: hook(state, bucket))
+        error = error_of(hook, state, bucket)
         check_error(
             error,
             "TypeError",
@@ -169,7 +169,7 @@ def test_sparse_gradient_is_refused_with_the_parameters_name(rank: Rank) -> None
         model = Words(True)
         state = rota.HookState(model=model if has_model else None)
         words = torch.tensor([1, 2, 3])
-        error = error_of(lambda: train(model, state, rota.fused_hook, words))  # noqa: B023
+        error = error_of(train, model, state, rota.fused_hook, words)
         check_error(error, "TypeError", name, "sparse_coo", "sparse=False")
 
 
@@ -197,7 +197,7 @@ class Bucket:
 def test_bucket_of_other_dtype_is_refused(rank: Rank) -> None:
     rank.init("gloo")
     bucket: Any = Bucket(torch.zeros(7, 3, dtype=torch.complex64))
-    error = error_of(lambda: rota.fused_hook(rota.HookState(), bucket))
+    error = error_of(rota.fused_hook, rota.HookState(), bucket)
     check_error(
         error,
         "TypeError",
@@ -212,9 +212,7 @@ def test_bucket_of_other_dtype_is_refused(rank: Rank) -> None:
 @on_ranks(2)
 def test_state_of_other_type_is_refused(rank: Rank, state: object) -> None:
     rank.init("gloo")
-    error = error_of(
-        lambda: train(ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
-    )
+    error = error_of(train, ExactGradients(), state, rota.fused_hook, exact_batch(rank.rank, 0))
     check_error(error, "TypeError", type(state).__name__, "rota.HookState(...), rota.fused_hook")
 
 
@@ -231,7 +229,7 @@ def test_state_averages_over_the_group_of_its_ddp_and_refuses_another(rank: Rank
     ddp(torch.full((2050,), float(rank.rank))).backward()
     assert next(ddp.parameters()).grad[0].item() == 1.0
     if rank.rank == 0:
-        error = error_of(lambda: rota.HookState(other, model=ddp))
+        error = error_of(rota.HookState, other, model=ddp)
         check_error(error, "ValueError", "2 ranks [0, 1]", "2 ranks [0, 2]", "leave group out")
 
 
@@ -277,7 +275,7 @@ def test_state_of_a_model_that_is_gone_takes_another(rank: Rank) -> None:
 
 def use(state: object, rank: Rank) -> tuple[str, str]:
     batch = exact_batch(rank.rank, 0)
-    return error_of(lambda: train(ExactGradients(), state, rota.fused_hook, batch))
+    return error_of(train, ExactGradients(), state, rota.fused_hook, batch)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +289,7 @@ def test_error_of_one_rank_is_raised_on_all(rank: Rank, what: str, fact: str) ->
         model = Words(is_wrong, alone=True)  # otherwise ranks would already differ in bucket 0
         state = rota.HookState(model=model)
         words = torch.tensor([1])
-        error = error_of(lambda: train(model, state, rota.fused_hook, words))
+        error = error_of(train, model, state, rota.fused_hook, words)
     else:
         error = use(None if is_wrong else rota.HookState(), rank)
     if is_wrong:

@@ -293,4 +293,4 @@ def test_hook_state_can_be_copied_and_pickled_without_a_group(rank: Rank) -> Non
     assert average(batch_of(0, 0)).equal(ddp(batch_of(0, 0)))
     group = dist.new_group([0, 1])
     dist.barrier()  # Gloo fails if a rank leaves while others still connect
-    check_error(error_of(lambda: pickle.dumps(rota.HookState(group))), "TypeError", "state_dict")
+    check_error(error_of(pickle.dumps, rota.HookState(group)), "TypeError", "state_dict")

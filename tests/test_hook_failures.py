@@ -41,7 +41,7 @@ def train_until_error(rank: Rank, backend: str, name: str) -> list[tuple[str, st
     rank.tell()
     if rank.rank == 1:
         rank.hear()  # waits for a note that is never sent
-    return [error_of(lambda: step(model)), error_of(lambda: step(model))]
+    return [error_of(step, model), error_of(step, model)]
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -60,7 +60,7 @@ def test_hook_mismatch_raises_mismatch_from_backward(rank: Rank) -> None:
     """One rank compresses, the other does not."""
     rank.init("gloo")
     model = make_ddp(rota.fp16_compress_hook if rank.rank == 0 else rota.allreduce_hook)
-    error = error_of(lambda: step(model))
+    error = error_of(step, model)
     check_error(error, "Mismatch", "wire float16", "rank 0 called", "rank 1 called")
 
 
@@ -71,7 +71,7 @@ def test_hook_uses_the_groups_timeout_and_names_the_peer(rank: Rank) -> None:
     if rank.rank == 1:
         rank.await_word()
         return
-    error = error_of(lambda: step(model))
+    error = error_of(step, model)
     rank.say()
     check_error(error, "Timeout", f"rank 1 (pid {rank.pid_of(1)})")
 
@@ -83,7 +83,7 @@ def train_after_failure(rank: Rank) -> float | None:
     rank.tell()
     if rank.rank == 2:
         rank.hear()
-    check_error(error_of(lambda: step(model)), "PeerFailed")
+    check_error(error_of(step, model), "PeerFailed")
     del model
     dist.destroy_process_group()
     rank.world_size = 2
@@ -114,7 +114,7 @@ def test_hook_communicator_is_made_anew_after_a_bad_argument(rank: Rank, who: st
 
     is_wrong = who == "all ranks" or rank.rank == 0
     for _ in range(2):
-        error = error_of(lambda: reduce(0.0 if is_wrong else 1.0))
+        error = error_of(reduce, 0.0 if is_wrong else 1.0)
         if is_wrong:
             check_error(error, "ValueError", "bucket_cap_mb is 0")
         else:
@@ -132,7 +132,7 @@ def test_hook_peers_are_told_of_another_engine(rank: Rank) -> None:
     for given in (None, engine if rank.rank == 0 else None):
         state = rota.HookState(wire_dtype=torch.float32, engine=given)
         weight.grad = torch.ones(3)
-        errors.append(error_of(lambda: rota.reduce_gradients([weight], state)))  # noqa: B023
+        errors.append(error_of(rota.reduce_gradients, [weight], state))
     check_error(errors[0], "nothing")
     kind = "ValueError" if rank.rank == 0 else "PeerFailed"
     check_error(errors[1], kind, "already has no engine")

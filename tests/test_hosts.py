@@ -171,7 +171,7 @@ def test_link_that_is_down_fails_and_comes_back() -> None:
             pass
         hosts.take_link_down(1)
         connect = lambda: socket.create_connection((address(0), PORT), 10)  # noqa: E731
-        name, text = error_of(lambda: hosts.hosts[1].call(connect))
+        name, text = error_of(hosts.hosts[1].call, connect)
         assert (name, "unreachable" in text) == ("OSError", True)
         hosts.bring_link_up(1)
         with connection(hosts):

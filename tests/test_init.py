@@ -36,7 +36,7 @@ def test_communicator_over_subgroup_counts_its_members_and_refuses_others(rank: 
     group = dist.new_group([0, 2])
     dist.barrier()  # Gloo fails if a rank leaves while others still connect
     if rank.rank == 1:
-        check_error(error_of(lambda: rota.Communicator(group)), "ValueError", "not in the group")
+        check_error(error_of(rota.Communicator, group), "ValueError", "not in the group")
         return
     communicator = rota.Communicator(group)
     assert (communicator.rank, communicator.world_size) == (rank.rank // 2, 2)
@@ -108,7 +108,7 @@ def test_communicator_slot_bytes_that_cannot_be_raise(
     rank.init()
     # Without this limit, a missing check in rota would take all memory of the machine.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
-    error, text = error_of(lambda: rota.Communicator(slot_bytes=slot_bytes))
+    error, text = error_of(rota.Communicator, slot_bytes=slot_bytes)
     assert error in kinds.split() and facts in text, text
     assert "slot_bytes" in text
 
@@ -149,7 +149,7 @@ def test_memory_beyond_the_containers_limit_is_an_error(small_cgroup: Path) -> N
 def reserve_in_cgroup(rank: Rank, cgroup: Path) -> tuple[str, str, float]:
     rank.init()
     (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    error, text = error_of(lambda: rota.Communicator(slot_bytes=256 << 20))
+    error, text = error_of(rota.Communicator, slot_bytes=256 << 20)
     tensor = torch.ones(1)
     rota.Communicator().all_reduce(tensor)
     return error, text, tensor.item()
@@ -182,7 +182,7 @@ def make_with_own_idea(
 ) -> tuple[str, str]:
     own, store = rank.rank, rank.make_store(timeout_s=3)
     place = (ranks[own], world_sizes[own], timedelta(seconds=2), slot_bytes[own])
-    return error_of(lambda: _C.Communicator(store, *place))
+    return error_of(_C.Communicator, store, *place)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_communicator_missing_rank_raises_transport_error_after_its_own_timeout(
         rank.await_word("rank 0 has waited")
         rank.await_word("rank 1 has waited")
         return
-    error = error_of(lambda: rota.Communicator(timeout=timedelta(seconds=1)))
+    error = error_of(rota.Communicator, timeout=timedelta(seconds=1))
     rank.say(f"rank {rank.rank} has waited")
     check_error(error, "TransportError", "still waits for rank 2")
 
@@ -229,7 +229,7 @@ def limit_and_make(rank: Rank, limit: str, amount: int) -> tuple[str, str]:
                 os.close(fd)
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, (amount, amount))
-    return error_of(lambda: rota.Communicator(timeout=timedelta(seconds=2)))
+    return error_of(rota.Communicator, timeout=timedelta(seconds=2))
 
 
 def test_communicator_short_of_memory_raises_transport_error_with_need_and_have() -> None:

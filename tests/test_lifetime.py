@@ -67,9 +67,9 @@ def test_close_waits_for_what_is_queued_and_later_calls_raise(rank: Rank) -> Non
     communicator.close()
     sums, *errors = [
         ("sums", str({tensor[-1].item() for tensor in tensors})),
-        error_of(lambda: communicator.all_reduce(tensors[0])),
-        error_of(lambda: communicator.all_reduce(tensors[0], async_op=True)),
-        error_of(lambda: communicator.broadcast(tensors[0])),
+        error_of(communicator.all_reduce, tensors[0]),
+        error_of(communicator.all_reduce, tensors[0], async_op=True),
+        error_of(communicator.broadcast, tensors[0]),
         error_of(lambda: communicator.all_gather(tensors[0].repeat(2), tensors[0])),
         error_of(communicator.barrier),
     ]
@@ -92,7 +92,7 @@ def test_dropped_communicator_fails_its_pending_work_and_tells_peers(rank: Rank)
         error, text = error_of(works[-1].wait)
     else:
         rank.await_word()
-        error, text = error_of(lambda: communicator.all_reduce(tensor))
+        error, text = error_of(communicator.all_reduce, tensor)
     assert error in ("PeerFailed", "RotaError"), text
     assert "dropped its communicator" in text
 

@@ -321,7 +321,7 @@ def test_workers_may_be_groups_of_ranks(rank: Rank) -> None:
             results.append(flat(model))
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][rank.rank in (1, 2)]
     of_other_shards = rota.HookState(crossed, torch.float32)
-    error = error_of(lambda: LocalSGD(model, 2, state=of_other_shards))
+    error = error_of(LocalSGD, model, 2, state=of_other_shards)
     check_error(error, "Mismatch", "disagree on shard: ")
     peers, every_rank, sharded = results
     assert_same(sharded, peers, "shards and replicas")

@@ -103,7 +103,7 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(rank: Rank, name: s
         tensors = [torch.full((size,), rank.rank + 1, dtype=call.dtype) for size in call.sizes]
         communicator.barrier()
         start = time.monotonic()
-        error = error_of(lambda: call.run(communicator, tensors))  # noqa: B023
+        error = error_of(call.run, communicator, tensors)
         assert time.monotonic() - start < PROMPT_S
         check_error(
             error, "Mismatch", f"ranks 0, 2 called {usual.text}", f"rank 1 called {odd.text}"
@@ -117,7 +117,7 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(rank: Rank, name: s
 def test_mismatch_of_group_size_names_it(rank: Rank) -> None:
     communicator = rank.communicator()
     group_size = 2 if rank.rank == ODD_RANK else None
-    error = error_of(lambda: communicator.all_reduce(torch.ones(8), group_size=group_size))
+    error = error_of(communicator.all_reduce, torch.ones(8), group_size=group_size)
     check_error(
         error, "Mismatch", "rank 1 called all_reduce(sum, float32[8], one_shot, groups of 2)"
     )

@@ -201,7 +201,7 @@ def test_model_group_counts_dtensors_by_their_placements(rank: Rank) -> None:
     assert asked and all(asked)
 
     shared.grad = DTensor.from_local(whole.clone(), part, [Partial()])
-    error = error_of(lambda: rota.reduce_gradients([cut, plain, shared], state))
+    error = error_of(rota.reduce_gradients, [cut, plain, shared], state)
     check_error(error, "ValueError", "Partial", "redistribute")
 
 
@@ -229,7 +229,7 @@ def test_shards_outside_the_model_group_count_or_are_refused(rank: Rank) -> None
         scaler.step(optimizer)
         scaler.update()
     over_both = rota.HookState(wire_dtype=torch.float32)
-    _, text = error_of(lambda: rota.reduce_gradients([weight], over_both))
+    _, text = error_of(rota.reduce_gradients, [weight], over_both)
     first, second = norms
     assert first == pytest.approx(50**0.5) and not math.isfinite(second)
     assert weight.to_local()[0] == (-3.0 if rank.rank == 1 else -4.0)
@@ -288,7 +288,7 @@ def test_misuse_of_model_group_is_refused(rank: Rank) -> None:
         state = rota.HookState(copies, model_group=parts)
         rota.reduce_gradients([weight], state)
         change(weight)
-        return error_of(lambda: rota.clip_grad_norm_([weight], 1.0, **options))
+        return error_of(rota.clip_grad_norm_, [weight], 1.0, **options)
 
     many = rota.HookState(copies, model_group=parts, replicas=lambda p: 3)
     weight = nn.Parameter(torch.zeros(3))

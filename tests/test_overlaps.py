@@ -153,7 +153,7 @@ def test_outputs_that_share_memory_are_refused_and_the_group_goes_on(rank: Rank)
     assert memory.eq(0).all()
 
     for name, one, other, share in strided_pairs():
-        kind, text = error_of(lambda: dist.all_reduce_coalesced([one, other]))  # noqa: B023
+        kind, text = error_of(dist.all_reduce_coalesced, [one, other])
         assert (kind == "ValueError") == share, f"{name}: {kind}: {text}"
         other.zero_()
         one.fill_(1)

@@ -126,7 +126,7 @@ def test_debug_level_detail_wraps_every_operation(rank: Rank) -> None:
     dist.all_gather_object(objects, rank.rank)
     assert objects == [0, 1]
     # The wrapper compares the calls before rota sees them.
-    error = error_of(lambda: dist.all_reduce(torch.ones(3 + rank.rank)))[1]
+    error = error_of(dist.all_reduce, torch.ones(3 + rank.rank))[1]
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert type(backend).__name__ == "_ProcessGroupWrapper"
     dist.destroy_process_group()

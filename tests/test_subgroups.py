@@ -51,7 +51,7 @@ def test_subgroup_that_a_rank_has_left_unused_names_it(rank: Rank) -> None:
         dist.destroy_process_group(group)
     dist.barrier()
     if rank.rank == 0:
-        error = error_of(lambda: dist.all_reduce(torch.ones(4), group=group))
+        error = error_of(dist.all_reduce, torch.ones(4), group=group)
         check_error(error, "TransportError", "rank 1")
 
 
@@ -142,7 +142,7 @@ def test_interrupted_first_use_can_be_repeated(rank: Rank) -> None:
     tensor = torch.full((10,), float(rank.rank + 1))
     if rank.rank == 0:
         threading.Timer(0.3, interrupt, (group,)).start()
-        error = error_of(lambda: dist.all_reduce(tensor, group=group))
+        error = error_of(dist.all_reduce, tensor, group=group)
         rank.say()
         check_error(error, "KeyboardInterrupt")
     dist.all_reduce(tensor, group=group)

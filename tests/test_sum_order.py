@@ -203,7 +203,7 @@ def test_blocks_of_shards_are_aligned_and_complete(world_size: int) -> None:
 def test_mismatch_of_order_names_it(rank: Rank, options: dict[str, Any], text: str) -> None:
     communicator = rank.communicator()
     own = options if rank.rank == 1 else {"order": "tree", "num_shards": 4}
-    error = error_of(lambda: communicator.all_reduce(torch.ones(8), **own))
+    error = error_of(communicator.all_reduce, torch.ones(8), **own)
     check_error(
         error,
         "Mismatch",

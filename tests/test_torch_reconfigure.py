@@ -45,7 +45,7 @@ def total(value: float) -> float:
 @on_ranks(3)
 def test_group_grows_and_shrinks(rank: Rank) -> None:
     store, _ = start(rank)
-    check_error(error_of(lambda: total(1.0)), "RotaError", "call reconfigure")
+    check_error(error_of(total, 1.0), "RotaError", "call reconfigure")
     me = rank.rank
     if me < 2:
         reconfigure(1, handles_of(store, [1, 0]))
@@ -79,13 +79,13 @@ def survive(rank: Rank) -> tuple[str, str] | None:
     store, _ = start(rank)
     reconfigure(1, handles_of(store, [0, 1, 2]))
     rank.tell()
-    failed = error_of(lambda: total(1.0))
+    failed = error_of(total, 1.0)
     # The dead one is still among the members: fails on all, and another attempt is needed.
-    again = error_of(lambda: reconfigure(2, handles_of(store, [0, 1, 2])))
+    again = error_of(reconfigure, 2, handles_of(store, [0, 1, 2]))
     assert again[0] == "PeerFailed", again
     reconfigure(3, handles_of(store, [0, 2]))
     assert total(1.0) == 2
-    assert "was used before" in error_of(lambda: reconfigure(3, handles_of(store, [0, 2])))[1]
+    assert "was used before" in error_of(reconfigure, 3, handles_of(store, [0, 2]))[1]
     return failed
 
 
@@ -110,7 +110,7 @@ def test_survivors_go_on() -> None:
 def test_members_that_disagree_all_raise(rank: Rank) -> None:
     store, _ = start(rank)
     order = [0, 1] if rank.rank == 0 else [1, 0]
-    error = error_of(lambda: reconfigure(1, handles_of(store, order)))
+    error = error_of(reconfigure, 1, handles_of(store, order))
     reconfigure(2, handles_of(store, [0, 1]))
     assert total(1.0) == 2
     kind, text = error

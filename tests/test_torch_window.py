@@ -37,7 +37,7 @@ def test_ranks_use_a_window(rank: Rank) -> None:
     assert window.get_attr(peer).access_type.name == "UNIFIED"
     dist.barrier()
     window.tensor_deregister()
-    assert error_of(lambda: window.put(tensor, peer, 0, False))[0] == "ValueError"
+    assert error_of(window.put, tensor, peer, 0, False)[0] == "ValueError"
     window.tensor_register(torch.ones(3, dtype=torch.int64))
     assert window.map_remote_tensor(peer).eq(1).all()
     dist.barrier()
@@ -47,16 +47,16 @@ def test_ranks_use_a_window(rank: Rank) -> None:
 def test_what_cannot_be_raises(rank: Rank) -> None:
     rank.init()
     window = new_window()
-    assert "no tensor is registered" in error_of(lambda: window.signal(0, False))[1]
+    assert "no tensor is registered" in error_of(window.signal, 0, False)[1]
     window.tensor_register(torch.zeros(2))
     peer = 1 - rank.rank
     options = torch._C._distributed_c10d.WaitSignalOptions()
     options.timeout = timedelta(milliseconds=100)
     errors = [
-        error_of(lambda: window.wait_signal(peer, False, options)),
+        error_of(window.wait_signal, peer, False, options),
         error_of(lambda: window.wait_signal(peer, True, options).wait()),
-        error_of(lambda: window.put(torch.zeros(3), peer, 0, False)),
-        error_of(lambda: window.tensor_register(torch.zeros(2))),
+        error_of(window.put, torch.zeros(3), peer, 0, False),
+        error_of(window.tensor_register, torch.zeros(2)),
     ]
     dist.barrier()
     kinds = [kind for kind, _ in errors]

@@ -85,7 +85,7 @@ def test_methods_that_rota_lacks_raise_and_name_it(rank: Rank) -> None:
     }
     of_this_torch = [call for name, call in calls.items() if hasattr(type(backend), name)]
     errors = [error_of(call) for call in of_this_torch]
-    errors.append(error_of(lambda: group._register_on_completion_hook(print)))
+    errors.append(error_of(group._register_on_completion_hook, print))
     assert reduced(1.0) == 2.0  # the group still works
     for error in errors:
         check_error(error, "RuntimeError", "rota")
@@ -100,7 +100,7 @@ def test_call_after_abort_or_shutdown_raises(rank: Rank, method: str) -> None:
     assert reduced(1.0) == 2.0
     if method == "shutdown" or rank.rank == 0:  # one rank's abort ends the wait of the other
         getattr(backend, method)()
-    kind, text = error_of(lambda: reduced(1.0))
+    kind, text = error_of(reduced, 1.0)
     expected = {"abort": "rank 0 aborted", "shutdown": "closed"}[method]
     assert kind in ("RotaError", "PeerFailed") and expected in text, text
 
@@ -180,7 +180,7 @@ def test_group_of_rota_and_another_backend_runs_cpu_tensors_and_objects_on_rota(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the group can be made")
 @on_ranks(1)
 def test_rota_beside_nccl_without_a_gpu_raises_torchs_error(rank: Rank) -> None:
-    kind, text = error_of(lambda: rank.init("cpu:rota,cuda:nccl"))
+    kind, text = error_of(rank.init, "cpu:rota,cuda:nccl")
     assert kind in ("RuntimeError", "ValueError") and "NCCL" in text, text
 
 

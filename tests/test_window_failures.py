@@ -36,16 +36,16 @@ def outlive_rank_2(rank: Rank) -> None:
     window.wait_signal(1)
     window.wait_signal(2)  # sent before
     victim = f"rank 2 (pid {rank.pid_of(2)})"
-    error = error_of(lambda: window.wait_signal(2))
+    error = error_of(window.wait_signal, 2)
     check_error(error, "PeerFailed", victim, "rota.Window.wait_signal: rank 0/3 waits in vain")
     assert not window.is_alive(2) and window.is_alive(1)
     # The kernel takes milliseconds to end a process, in which its memory is still written.
-    while error_of(lambda: window.put(torch.full((1,), 2.0), 2))[0] == "nothing":
+    while error_of(window.put, torch.full((1,), 2.0), 2)[0] == "nothing":
         pass
-    error = error_of(lambda: window.put(torch.zeros(1), 2))
+    error = error_of(window.put, torch.zeros(1), 2)
     check_error(error, "PeerFailed", victim, "has died")
-    check_error(error_of(lambda: window.accumulate(torch.zeros(1), 2)), "PeerFailed", victim)
-    check_error(error_of(lambda: window.signal(2)), "PeerFailed", victim)
+    check_error(error_of(window.accumulate, torch.zeros(1), 2), "PeerFailed", victim)
+    check_error(error_of(window.signal, 2), "PeerFailed", victim)
     assert window.view(2).eq(2).all()  # its memory can still be read
     got = torch.empty(10)
     window.get(got, 2)
@@ -71,16 +71,16 @@ def test_closed_window_is_refused_on_both_sides(rank: Rank) -> None:
         window.close()
         dist.barrier()
         closed = "this window is closed; make a new one"
-        check_error(error_of(lambda: window.put(one, 0)), "RotaError", closed)
-        check_error(error_of(lambda: window.wait_signal(0)), "RotaError")
-        check_error(error_of(lambda: window.view(1)), "RotaError")
+        check_error(error_of(window.put, one, 0), "RotaError", closed)
+        check_error(error_of(window.wait_signal, 0), "RotaError")
+        check_error(error_of(window.view, 1), "RotaError")
         return
     dist.barrier()
     name = "rank 1 (pid " if rank.layout == PAIR else "rank 1 on host 1"
-    error = error_of(lambda: window.put(one, 1))
+    error = error_of(window.put, one, 1)
     check_error(error, "PeerFailed", name, "has closed its window")
-    check_error(error_of(lambda: window.get(one, 1)), "PeerFailed")
-    check_error(error_of(lambda: window.wait_signal(1)), "PeerFailed")
+    check_error(error_of(window.get, one, 1), "PeerFailed")
+    check_error(error_of(window.wait_signal, 1), "PeerFailed")
 
 
 def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
@@ -101,11 +101,11 @@ def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
         window.wait_signal(peer)
     one = torch.ones(1)
     errors = [
-        error_of(lambda: window.wait_signal(2)),
-        error_of(lambda: window.put(one, 2)),
-        error_of(lambda: window.get(one, 2)),
-        error_of(lambda: window.accumulate(one, 2)),
-        error_of(lambda: window.signal(2)),
+        error_of(window.wait_signal, 2),
+        error_of(window.put, one, 2),
+        error_of(window.get, one, 2),
+        error_of(window.accumulate, one, 2),
+        error_of(window.signal, 2),
     ]
     assert [window.is_alive(peer) for peer in range(4)] == [True, True, False, True]
     for peer in (1, 3):
@@ -150,7 +150,7 @@ def make_another_after_a_silence(rank: Rank) -> tuple[str, str]:
     rank.hear()
     error = "nothing", ""
     if rank.rank == 0:
-        error = error_of(lambda: window.wait_signal(1))
+        error = error_of(window.wait_signal, 1)
         rank.tell()
     another = rota.Window(1)
     another.put(torch.full((1,), 3.0), 1 - rank.rank)
@@ -183,8 +183,8 @@ def wait_for_a_host_that_vanishes(rank: Rank) -> list[tuple[str, str]]:
     rank.tell()
     rank.hear()
     return [
-        error_of(lambda: window.wait_signal(1 - rank.rank)),
-        error_of(lambda: window.get(torch.empty(1 << 20), 1 - rank.rank)),
+        error_of(window.wait_signal, 1 - rank.rank),
+        error_of(window.get, torch.empty(1 << 20), 1 - rank.rank),
     ]
 
 
@@ -208,7 +208,7 @@ def wait_for_nothing(rank: Rank) -> tuple[str, str] | None:
     window = rota.Window(1, timeout=timedelta(seconds=20))
     if rank.rank == 0:
         rank.tell()
-        return error_of(lambda: window.wait_signal(1))
+        return error_of(window.wait_signal, 1)
     rank.hear()
     return None
 
@@ -256,9 +256,9 @@ def time_out(rank: Rank) -> None:
     window = rota.Window(1)
     dist.barrier()
     if rank.rank == 0:
-        error_of(lambda: window.wait_signal(1, timeout=SHORT))
+        error_of(window.wait_signal, 1, timeout=SHORT)
         dist.barrier()
-    error = error_of(lambda: rota.Window(1, timeout=SHORT))
+    error = error_of(rota.Window, 1, timeout=SHORT)
     check_error(error, "Timeout", "rank 1/2 waited 0.2 s for rank 0")
 
 

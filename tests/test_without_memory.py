@@ -122,14 +122,14 @@ def test_tensor_without_memory_is_refused_by_every_call_and_the_group_goes_on(ra
                 if (only and rank.rank == 0) or (kind == "meta" and name in OF_ANY_BYTES):
                     continue
                 tensor = make(8)
-                raised, text = error_of(lambda: call(tensor))  # noqa: B023
+                raised, text = error_of(call, tensor)
                 what = f"{name} of a {kind} tensor: {raised}: {text}"
                 assert raised == error and fact in text and text.startswith("rota."), what
         if make in (freed, cut_short, cut_short_and_strided):  # others torch itself refuses
             for call in (dist.all_reduce, lambda t: dist.all_reduce(t, async_op=True)):
-                raised, text = error_of(lambda: call(make(8)))  # noqa: B023
+                raised, text = error_of(call, make(8))
                 assert raised == error and fact in text, f"dist.all_reduce, {kind}: {text}"
-        errors = [error_of(lambda: rota.Window(make(8) if rank.rank == 1 else 8))]  # noqa: B023
+        errors = [error_of(rota.Window, make(8) if rank.rank == 1 else 8)]
         assert errors[0][0] == (error if rank.rank == 1 else "TransportError"), errors
         ones = torch.ones(3)
         communicator.all_reduce(ones)
