@@ -20,9 +20,7 @@ def check_alive(rank: Rank) -> None:
     for _ in range(2):
         dist.all_reduce(total := torch.full((3,), rank.rank + 1.0))
         assert total.tolist() == [3.0] * 3
-        work = dist.all_reduce(total, async_op=True)
-        assert work is not None
-        work.wait()
+        dist.all_reduce(total, async_op=True).wait()
         assert total.tolist() == [6.0] * 3
         dist.all_gather_into_tensor(gathered := torch.zeros(2), torch.tensor([float(rank.rank)]))
         assert gathered.tolist() == [0.0, 1.0]

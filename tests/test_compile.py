@@ -293,7 +293,6 @@ def test_gradients_are_those_of_the_sum_of_all_losses(rank: Rank, backend: str) 
         x = small_integers(rank.rank, 3, 2).requires_grad_()
         run = compiled(lambda x: (call(x) * weight).sum(), backend)
         run(x).backward()
-        assert x.grad is not None
         return x.grad
 
     def in_place(x: Tensor) -> Tensor:

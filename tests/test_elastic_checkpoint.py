@@ -73,16 +73,16 @@ def test_nested_state_comes_back_with_its_types() -> None:
         checkpoint.save(0, state)
         found = checkpoint.load()
     assert_same(found, (0, state))
-    assert found is not None and list(found[1]) == list(state)
+    assert list(found[1]) == list(state)
 
 
 def test_tensors_that_are_one_stay_one_and_take_their_bytes_once() -> None:
     tied = torch.randn(1 << 20)
     with alone() as checkpoint:
         checkpoint.save(0, {"in": tied, "out": tied.view(-1)})
-        assert checkpoint._newest is not None and checkpoint._newest.num_bytes < 5 << 20
+        assert checkpoint._newest.num_bytes < 5 << 20
         found = checkpoint.load()
-    assert found is not None and found[1]["in"] is found[1]["out"]
+    assert found[1]["in"] is found[1]["out"]
     assert found[1]["in"].equal(tied)
 
 
@@ -94,7 +94,6 @@ def test_odd_views_are_saved_and_loaded_by_value(odd_views: dict[str, torch.Tens
         for view in odd_views.values():
             view.zero_()
         checkpoint.load(into=odd_views)
-    assert found is not None
     for name, value in values.items():
         assert found[1][name].equal(value) and odd_views[name].equal(value), name
 
@@ -107,7 +106,7 @@ def test_load_into_fills_tensors_of_any_strides_and_returns_them() -> None:
         parameter = torch.nn.Parameter(torch.zeros(5, 7))
         for target in (transposed, parameter):
             found = checkpoint.load(into={"w": target, "lr": None})
-            assert found is not None and found[1]["w"] is target and found[1]["lr"] == 0.5
+            assert found[1]["w"] is target and found[1]["lr"] == 0.5
             assert target.equal(weight)
 
 
@@ -133,13 +132,11 @@ def test_dtensors_are_saved_as_parts_and_filled_in_place(rank: Rank, job: str) -
     mesh = init_device_mesh("cpu", (rank.world_size,))
     whole = torch.arange(20.0).view(5, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
-    group = dist.group.WORLD
-    assert group is not None
-    with rota.checkpoint.Checkpoint(group, job=job) as checkpoint:
+    with rota.checkpoint.Checkpoint(dist.group.WORLD, job=job) as checkpoint:
         checkpoint.save(0, {"w": sharded})
         into = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])
         found = checkpoint.load(into={"w": into})
-        assert found is not None and found[1]["w"] is into
+        assert found[1]["w"] is into
         assert into.full_tensor().equal(whole)
         dist.barrier()
 
@@ -202,7 +199,7 @@ def load_from_disk(rank: Rank, job: str, folder: str, step: int | None) -> int |
         assert is_state_of(rank.rank, *found)
         into = {"model": {"weight": torch.zeros(1000)}, "step": None}
         again = checkpoint.load_from_disk(folder, into, step=step)
-        assert again is not None and again[1]["model"]["weight"] is into["model"]["weight"]
+        assert again[1]["model"]["weight"] is into["model"]["weight"]
         assert is_state_of(rank.rank, *again)
         # What comes from the disk is saved to memory like anything else.
         checkpoint.save(found[0] + 1, state_of(rank.rank, found[0] + 1, 1000))
@@ -237,7 +234,7 @@ def test_version_stays_while_it_is_written(tmp_path: Path, monkeypatch: pytest.M
         may_write.set()
         future.result()
         found = checkpoint.load_from_disk(tmp_path)
-        assert found is not None and is_state_of(0, *found) and found[0] == 0
+        assert is_state_of(0, *found) and found[0] == 0
 
 
 def test_damaged_file_is_an_error(tmp_path: Path) -> None:

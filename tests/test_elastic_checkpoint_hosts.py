@@ -191,10 +191,8 @@ def test_host_lost_at_any_stage_leaves_a_whole_version_on_the_next(stage: int, j
 def test_engine_may_be_any_group(rank: Rank, job: str, backend: str, replicate: bool) -> None:
     rank.init(backend)
     enter_host(rank, "ab")
-    group = dist.group.WORLD
-    assert group is not None
-    options = {"engine": group, "replicate": replicate}
-    with rota.checkpoint.Checkpoint(group, job=job, **options) as checkpoint:
+    options = {"engine": dist.group.WORLD, "replicate": replicate}
+    with rota.checkpoint.Checkpoint(dist.group.WORLD, job=job, **options) as checkpoint:
         assert checkpoint.load() is None
         save_steps(checkpoint, rank.rank, range(3))
         assert load_step(checkpoint, rank.rank) == 2

@@ -86,7 +86,6 @@ def moves(rank: Rank, dtype: torch.dtype, stride: int) -> Iterator[tuple[str, by
         received = place()
         works = [irecv(received, (me - 1) % n), isend(own(), other)]
         for work in works:
-            assert work is not None
             work.wait()
         yield f"{name} irecv", bytes_of(received)
 

@@ -104,7 +104,6 @@ def test_sync_of_bfloat16_parameters_keeps_float32_copies(rank: Rank) -> None:
         generator = torch.Generator().manual_seed(rank.rank + 10 * step)
         model(torch.randn(4, 32, generator=generator).bfloat16()).float().square().mean().backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
-            assert parameter.grad is not None
             master.grad = parameter.grad.float()
             communicator.all_reduce(master.grad, "avg")
         optimizer.step()
@@ -262,7 +261,7 @@ def test_pushes_without_pulls_are_applied_one_by_one(rank: Rank, mode: str) -> N
     server = ParameterServer(parameters, OPTIMIZERS["sum"], mode=mode)
     for step in range(30):
         count_gradient(parameters, rank.rank)
-        server.push([p.grad * 2 * step for p in parameters if p.grad is not None])
+        server.push([p.grad * 2 * step for p in parameters])
     settle(server)
     total = sum(2 * step for step in range(30)) // (2 if mode == "sync" else 1)
     assert counted(parameters) == [[total] * 2] * 2
@@ -277,7 +276,6 @@ def test_sync_goes_on_without_a_worker_that_has_closed(rank: Rank) -> None:
     with ParameterServer(parameters, OPTIMIZERS["sum"]) as server:
         for _ in range(2 + rank.rank):
             count_gradient(parameters, rank.rank)
-            assert parameters[0].grad is not None
             server.step([p.grad * 6 for p in parameters])
         assert server.clock == 2 + rank.rank
         expected = [[4, 4, 4], [4, 4 + 3, 4 + 3], [4, 4 + 3, 4 + 3 + 6]]

@@ -157,7 +157,6 @@ def test_overlapping_zero_gives_the_parameters_of_zero(rank: Rank, interleaved: 
     """Its first two steps only look at the buckets, so the model without overlap skips them."""
     rank.init()
     group = dist.group.WORLD
-    assert group is not None
     hook = default_hooks.allreduce_hook
     without, overlapping = (make_model(group, not interleaved) for _ in range(2))
 

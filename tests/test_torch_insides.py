@@ -26,7 +26,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     """A default group of this process alone."""
     store = dist.HashStore()
     dist.init_process_group(request.param, store=store, rank=0, world_size=1, timeout=TIMEOUT)
-    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -56,7 +55,6 @@ def test_wrapper_of_checked_group_is_unwrapped() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert dist.group.WORLD is not None
         wrapper = _torch.backend_of(dist.group.WORLD, CPU)
         inside = _torch.unwrapped(wrapper)
         assert inside is not wrapper and inside.name() == "gloo", "ProcessGroupWrapper.wrapped_pg"
@@ -104,9 +102,7 @@ def test_coalescing_block(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(KeyError), dist.distributed_c10d._coalescing_manager(world, CPU):
         raise KeyError
-    left = blocks[-1]
-    assert left is not None
-    left.forget()
+    blocks[-1].forget()
     assert not dist.distributed_c10d._world.pg_coalesce_state, "_world.pg_coalesce_state"
 
 

@@ -238,7 +238,6 @@ def test_last_version_outlives_the_interpreter_of_its_publisher(tmp_path: Path) 
     path = str(tmp_path / "store")
     command = [sys.executable, "-c", TRAINER, path]
     trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert trainer.stdin is not None and trainer.stdout is not None
     trainer.stdout.readline()
     reader = WeightStore(dist.FileStore(path))
     reader.pull()
