@@ -35,17 +35,16 @@ def assert_same(got: object, expected: object) -> None:
     """Nested states have the same types, names and bits."""
     assert type(got) is type(expected)
     if isinstance(expected, torch.Tensor):
-        assert isinstance(got, torch.Tensor)
         assert got.dtype == expected.dtype and got.shape == expected.shape
         pair = (got, expected)
         one, other = (x.resolve_conj().contiguous().view(-1).view(torch.uint8) for x in pair)
         assert one.equal(other)
     elif isinstance(expected, dict):
-        assert isinstance(got, dict) and got.keys() == expected.keys()
+        assert got.keys() == expected.keys()
         for key, value in expected.items():
             assert_same(got[key], value)
     elif isinstance(expected, (list, tuple)):
-        assert isinstance(got, (list, tuple)) and len(got) == len(expected)
+        assert len(got) == len(expected)
         for got_item, item in zip(got, expected, strict=True):
             assert_same(got_item, item)
     else:

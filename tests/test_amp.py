@@ -92,16 +92,6 @@ def simply(training: Training, rank: int, step: int) -> None:
     training.step()
 
 
-def unscale_first(training: Training, rank: int, step: int) -> None:
-    """Like a loop that inspects or changes gradients."""
-    training.zero_grad()
-    training.backward(rank, step)
-    for optimizer in training.optimizers:
-        training.scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(training.ddp.parameters(), 0.01)
-    training.step()
-
-
 def accumulate_with_sync(training: Training, rank: int, step: int) -> None:
     training.zero_grad()
     training.backward(rank, step + 100)
@@ -201,7 +191,6 @@ UNUSED = {"is_exact": True, "find_unused_parameters": True}
 # test_random_ddp.py has more ways to train, in which rota's scaler warns of nothing.
 SCENARIOS = {
     "simply": Scenario(simply),
-    "unscale": Scenario(unscale_first),
     "odd-scale": Scenario(simply, {"scaler_options": NO_POWER_OF_TWO}),
     "overflow": Scenario(simply, {"scaler_options": {"init_scale": 2.0**126}}),
     "disabled": Scenario(simply, {"scaler_options": {"enabled": False}}),
@@ -210,7 +199,6 @@ SCENARIOS = {
     "after-sync": Scenario(accumulate_after_sync, warnings=(AGAIN, NOT_REDUCED)),
     "throw-away": Scenario(throw_away),
     "alone": Scenario(train_alone, warnings=(NOT_REDUCED,)),
-    "two-optimizers": Scenario(simply, {"num_optimizers": 2}),
     "step-in-between": Scenario(step_in_between, {"num_optimizers": 2}, (AGAIN,)),
     "load": Scenario(load_in_between),
     "set-scale": Scenario(set_scale),

@@ -103,16 +103,6 @@ def test_backend_numbers_of_a_world_do_not_outlive_it(rank: Rank, same_store: bo
 
 
 @on_ranks(2)
-def test_backend_use_after_destroy_raises_rota_error(rank: Rank) -> None:
-    rank.init()
-    group = dist.new_group(backend="rota")
-    backend = group._get_backend(torch.device("cpu"))
-    dist.destroy_process_group(group)
-    error = error_of(backend.allreduce, [torch.ones(1)])
-    check_error(error, "RotaError", "closed", "make a new one")
-
-
-@on_ranks(2)
 def test_backend_premul_sum_multiplies_each_contribution(rank: Rank) -> None:
     rank.init()
     for factor in (0.5, torch.tensor(0.5)):

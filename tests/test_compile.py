@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rota
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 WORLD_SIZE = 2
 # inductor starts a C++ compiler for each graph, and a rank may wait for the other's.
@@ -273,11 +273,6 @@ def test_compiled_collectives_pass_every_check(rank: Rank, backend: str) -> None
     for check in _COMPILED_CHECKS:
         torch._dynamo.reset()
         check(rank, backend)
-
-
-def test_tensor_parallel_layers_run_eagerly() -> None:
-    check = _check_tensor_parallel_layers_have_the_gradients_of_whole_ones
-    run_ranks(WORLD_SIZE, check, "eager", timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))

@@ -20,6 +20,7 @@ from rota import _C
 from rota.checkpoint import keeper
 from rota.checkpoint.link import KeeperLink
 from rota.checkpoint.session import token_of
+from test_interrupts import run_in_child
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -94,16 +95,9 @@ def test_use_after_close_and_disk_without_a_version_raise() -> None:
 
 @on_ranks(1)
 def test_use_in_a_forked_child_raises(rank: Rank) -> None:
-    checkpoint = alone()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, "\n".join(error_of(checkpoint.save, 0, {})).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    kind, text = os.read(reader, 10_000).decode().split("\n")
-    checkpoint.close()
-    assert kind == "RotaError" and "used in its forked child" in text
+    with alone() as checkpoint:
+        error = run_in_child(lambda: checkpoint.save(0, {}))
+    check_error(error, "RotaError", "used in its forked child")
 
 
 # ---- into ----------------------------------------------------------------------------------------

@@ -208,7 +208,15 @@ def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
     rank.init(timeout_s=600)
     rank.tell()
     rank.hear()  # that the others are dead
+    store, state = rank.make_store(), {"a": torch.ones(2)}
+
+    def checkpoint() -> Checkpoint:
+        return Checkpoint(dist.group.WORLD, job=f"dead {os.getppid()}", linger=timedelta(0))
+
     makers: dict[str, Callable[[], object]] = {
+        "publish": lambda: WeightStore(store, group=dist.group.WORLD).publish(1, state),
+        "load": lambda: checkpoint().load(),
+        "save": lambda: checkpoint().save(1, state),
         "Communicator": rota.Communicator,
         "Window": lambda: rota.Window(3),
         "new_group": lambda: dist.barrier(dist.new_group([0, 1], backend="rota")),
@@ -216,8 +224,13 @@ def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
     return error_of(makers[what])
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2], ids=["one-host", "two-hosts"])
-@pytest.mark.parametrize("what", ["new_group", "Communicator", "Window"])
+@pytest.mark.parametrize(
+    ("what", "num_hosts"),
+    [
+        *itertools.product(("new_group", "Communicator", "Window"), (1, 2)),
+        *(("publish", 1), ("load", 1), ("save", 1)),
+    ],
+)
 def test_who_waits_to_make_something_with_a_dead_rank_is_told(what: str, num_hosts: int) -> None:
     with Ranks(3, make_something, what, num_hosts) as ranks:
         ranks.hear_all()
@@ -249,38 +262,3 @@ def start_over(rank: Rank) -> float | None:
 def test_survivors_of_a_dead_group_can_make_a_new_one() -> None:
     with Ranks(3, start_over) as ranks:
         assert ranks.results_without(2) == [4.0, 4.0, None]
-
-
-def meet_without_the_last(rank: Rank, what: str) -> list[tuple[str, str]]:
-    """The last rank dies before it begins; the others are told at once, whatever they call."""
-    rank.init("rota", timeout_s=300.0)
-    dist.barrier()
-    rank.tell()
-    if rank.rank == 2:
-        rank.hear()
-    if what == "weights":
-        store = WeightStore(rank.make_store(), group=dist.group.WORLD)
-        errors = [error_of(store.publish, 1, {f"{rank.rank}": torch.ones(2)})]
-    else:
-        checkpoint = Checkpoint(dist.group.WORLD, job=f"dead {os.getppid()}", linger=timedelta(0))
-        state = {"a": torch.ones(2)}
-        errors = [error_of(checkpoint.load), error_of(checkpoint.save, 1, state)]
-    rank.tell()
-    rank.hear()  # an end of its own would be noticed, too
-    return errors
-
-
-@pytest.mark.parametrize("what", ["weights", "checkpoint"])
-def test_peer_that_died_before_ranks_meet_by_claims_is_noticed(what: str) -> None:
-    with Ranks(3, meet_without_the_last, what) as ranks:
-        ranks.hear_all()
-        ranks.kill(2)
-        for rank in range(2):
-            ranks.hear(rank)
-        for rank in range(2):
-            ranks.tell(rank)
-        results = ranks.results(killed=[2])
-        pid = ranks.pid(2)
-    for errors in results[:2]:
-        for kind, text in errors:
-            check_error((kind, text), "PeerFailed", f"rank 2 (pid {pid}) has died")

@@ -62,30 +62,6 @@ def test_communicators_of_one_process_do_not_meet(rank: Rank) -> None:
     assert results == [1.0, 3.0, 5.0, 7.0]
 
 
-def rendezvous_over_tcp(rank: Rank) -> list[float]:
-    host = "127.0.0.1"
-    if rank.rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        rank.tell(store.port)
-    else:
-        store = dist.TCPStore(host, rank.hear(), is_master=False, wait_for_workers=False)
-    dist.init_process_group("rota", store=store, rank=rank.rank, world_size=rank.world_size)
-    tensor = torch.ones(3)
-    rota.Communicator().all_reduce(tensor)
-    dist.all_reduce(tensor)
-    dist.barrier()  # the store's process outlives all use of it
-    return tensor.tolist()
-
-
-def test_communicator_rendezvous_over_tcp_store() -> None:
-    """torchrun uses a TCPStore; all other tests use a FileStore."""
-    with Ranks(3, rendezvous_over_tcp) as ranks:
-        port = ranks.hear(0)
-        ranks.tell(1, port)
-        ranks.tell(2, port)
-        assert ranks.results() == [[9.0] * 3] * 3
-
-
 @on_ranks(1)
 def test_communicator_before_init_raises_value_error(rank: Rank) -> None:
     check_error(error_of(rota.Communicator), "ValueError", "init_process_group")

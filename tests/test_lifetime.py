@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import rota
 from own_process import num_descriptors, num_mappings, num_threads, resident_bytes
-from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 NUM_CYCLES = 50
 
@@ -166,24 +166,6 @@ def test_communicator_dropped_by_a_callback_ends_well(rank: Rank) -> None:
     if not dropped.wait(10):
         raise AssertionError("the callback did not come to its end")
     assert tensor[-1].item() == 1.0
-
-
-def hold_memory(rank: Rank) -> None:
-    communicator = rank.communicator()
-    communicator.barrier()
-    rank.tell()
-    rank.hear()
-
-
-def test_killed_ranks_leave_nothing_in_the_file_system() -> None:
-    before = set(os.listdir("/dev/shm"))
-    with Ranks(2, hold_memory) as ranks:
-        ranks.hear_all()
-        during = set(os.listdir("/dev/shm"))
-        pids = [ranks.pid(rank) for rank in range(2)]
-    assert not [name for name in during - before if "rota" in name]
-    for pid in pids:
-        assert not Path(f"/proc/{pid}").exists()
 
 
 # How an interpreter can end, and what it then prints.

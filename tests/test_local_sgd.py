@@ -49,24 +49,6 @@ def test_every_step_with_exact_sums_has_the_bits_of_ddp(rank: Rank) -> None:
             assert_same(flat(alone), flat(replica), f"{type(outer).__name__}, step {step}")
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-@on_ranks()
-def test_every_step_agrees_with_ddp_within_rounding(rank: Rank) -> None:
-    rank.init()
-    num_steps = 20
-    replica = make_model()
-    train(rank, DistributedDataParallel(replica), None, range(num_steps))
-    for with_optimizer in (False, True):
-        alone = make_model()
-        plain = torch.optim.SGD(alone.parameters(), lr=1.0)
-        outer = DiLoCo(alone, plain, 1) if with_optimizer else LocalSGD(alone, 1)
-        train(rank, alone, outer, range(num_steps))
-        # A step rounds a parameter twice where DDP rounds it once. Gradients carry that on.
-        tolerance = 4 * num_steps * torch.finfo(torch.float32).eps * flat(replica).abs().max()
-        error = (flat(alone) - flat(replica)).abs().max()
-        assert 0 < error <= tolerance, f"{type(outer).__name__}: {error} of {tolerance}"
-
-
 # ---- the outer reduction
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import rota
 from ranks import Rank, check_error, error_of, on_ranks
-from several_hosts import PAIR, TWO_BY_TWO, of_layouts, on_layout
+from several_hosts import ONE_BY_ONE, PAIR, TWO_BY_TWO, of_layouts, on_layout
 
 ALL_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -111,7 +111,8 @@ def test_every_dtype_of_torch_is_moved(rank: Rank) -> None:
                 assert received == expected[kind], f"{call} of {dtype}, stride {stride}"
 
 
-@on_ranks(2)
+@of_layouts(PAIR, ONE_BY_ONE)
+@on_layout()
 def test_every_dtype_of_torch_is_kept_in_windows_and_heap_tensors(rank: Rank) -> None:
     rank.init()
     other = 1 - rank.rank

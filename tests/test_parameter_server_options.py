@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 import rota
+from bucket_oracle import Format
 from models import make_model
 from parameter_servers import OPTIMIZERS, backward, flat, init, settle
 from ranks import Rank, on_ranks
 from rota.parameter_server import ParameterServer
+from several_hosts import rounded
 
 pytestmark = pytest.mark.same_in_every_build
 
@@ -45,16 +47,6 @@ def test_delay_compensation_equals_the_formula(rank: Rank, compensation: float) 
     server.close()
 
 
-def round_to(values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool) -> torch.Tensor:
-    if not block_scaling:
-        return values.to(wire_dtype).float()
-    length = rota._C.encoded_bytes(values.numel(), wire_dtype, True)
-    encoded, decoded = torch.zeros(length, dtype=torch.uint8), torch.zeros_like(values)
-    rota._C.encode(encoded, values, wire_dtype, True)
-    rota._C.decode(decoded, encoded, wire_dtype, True)
-    return decoded
-
-
 @pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "feedback"])
 @pytest.mark.parametrize(
     ("wire_dtype", "block_scaling"),
@@ -66,7 +58,6 @@ def round_to(values: torch.Tensor, wire_dtype: torch.dtype, block_scaling: bool)
 def test_narrow_wire_rounds_each_push_once(
     rank: Rank, wire_dtype: torch.dtype, block_scaling: bool, error_feedback: bool, mode: str
 ) -> None:
-    """Compares with torch's own rounding; with scaled blocks, with that of one tensor."""
     init(rank)
     sizes = [64, 1000]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -82,7 +73,7 @@ def test_narrow_wire_rounds_each_push_once(
     residuals = [[torch.zeros(size) for size in sizes] for _ in range(num_workers)]
     expected = [torch.zeros(size) for size in sizes]
     for step in range(4):
-        rounded = []
+        sent = []
         for worker in range(num_workers):
             generator = torch.Generator().manual_seed(10 * step + worker)
             gradients = [torch.randn(size, generator=generator) for size in sizes]
@@ -91,17 +82,17 @@ def test_narrow_wire_rounds_each_push_once(
                 if mode == "async":
                     server.flush()
             dist.barrier()
-            rounded.append([torch.zeros(size) for size in sizes])
+            sent.append([torch.zeros(size) for size in sizes])
             for i, gradient in enumerate(gradients):
                 value = gradient + residuals[worker][i] if error_feedback else gradient
-                rounded[worker][i] = round_to(value, wire_dtype, block_scaling)
-                residuals[worker][i] = value - rounded[worker][i]
+                sent[worker][i] = rounded(value, Format(wire_dtype, block_scaling))
+                residuals[worker][i] = value - sent[worker][i]
         for i in range(len(sizes)):
             if mode == "sync":
-                expected[i] -= (rounded[0][i] + rounded[1][i]) / 2
+                expected[i] -= (sent[0][i] + sent[1][i]) / 2
             else:
-                expected[i] -= rounded[0][i]
-                expected[i] -= rounded[1][i]
+                expected[i] -= sent[0][i]
+                expected[i] -= sent[1][i]
         server.pull()
         assert torch.equal(flat(parameters), flat(expected)), f"step {step}"
         dist.barrier()  # nobody pushes before all have pulled

@@ -28,34 +28,23 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
 @on_ranks(2)
-def test_all_reduce_of_view_reduces_it_and_leaves_the_rest(rank: Rank, name: str) -> None:
+def test_calls_of_view_write_it_and_leave_the_rest(rank: Rank) -> None:
     communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    for algorithm in ALGORITHMS:
-        bases = [torch.arange(64.0 * 96) * (r + 1) for r in range(rank.world_size)]
-        base = bases[rank.rank]
-        expected = base.clone()
-        VIEWS[name](expected).copy_(sum(VIEWS[name](other) for other in bases))
-        communicator.all_reduce(VIEWS[name](base), "sum", algorithm)
-        assert_same(base, expected, f"{name} {algorithm}, the whole storage")
-
-
-@pytest.mark.parametrize("name", VIEWS)
-@on_ranks(2)
-def test_copies_of_view_move_it_and_leave_the_rest(rank: Rank, name: str) -> None:
-    communicator = rank.communicator(slot_bytes=SLOT_BYTES)
-    view = VIEWS[name]
     bases = [torch.arange(64.0 * 96) * (r + 1) for r in range(rank.world_size)]
-    base = bases[rank.rank].clone()
-    expected = base.clone()
-    view(expected).copy_(view(bases[1]))
-    communicator.broadcast(view(base), 1)
-    assert_same(base, expected, f"{name} broadcast, the whole storage")
-
-    output = torch.empty(rank.world_size, view(base).numel())
-    communicator.all_gather(output, view(bases[rank.rank]))
-    assert_same(output, torch.stack([view(b).flatten() for b in bases]), f"{name} all_gather")
+    for name, view in VIEWS.items():
+        total, sent = sum(view(base) for base in bases), view(bases[1])
+        for call in (*ALGORITHMS, "broadcast"):
+            base, expected = bases[rank.rank].clone(), bases[rank.rank].clone()
+            view(expected).copy_(sent if call == "broadcast" else total)
+            if call == "broadcast":
+                communicator.broadcast(view(base), 1)
+            else:
+                communicator.all_reduce(view(base), "sum", call)
+            assert_same(base, expected, f"{name} {call}, the whole storage")
+        output = torch.empty(rank.world_size, sent.numel())
+        communicator.all_gather(output, view(bases[rank.rank]))
+        assert_same(output, torch.stack([view(b).flatten() for b in bases]), f"{name} all_gather")
 
 
 @pytest.mark.parametrize(

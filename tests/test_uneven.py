@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks import Rank, on_ranks
+from test_sum_order import sum_in_tree
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -107,13 +108,6 @@ def test_subtrees_cover_a_range_and_are_what_its_leaves_leave() -> None:
 def gradient(micro_batch: int, num_elems: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(micro_batch)
     return torch.randn(num_elems, generator=generator)
-
-
-def sum_in_tree(terms: list[torch.Tensor]) -> torch.Tensor:
-    if len(terms) == 1:
-        return terms[0]
-    half = len(terms) // 2
-    return sum_in_tree(terms[:half]) + sum_in_tree(terms[half:])
 
 
 @pytest.mark.parametrize(

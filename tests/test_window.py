@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import rota
 from heap import heap_bytes
-from oracle import DTYPES, name_of, random_patterns
+from oracle import random_patterns
 from ranks import Rank, check_error, error_of, on_ranks
 from rota import _C
 from rota.window import make_window
@@ -116,19 +116,6 @@ def test_accumulate_sums_the_contributions_of_all_ranks(rank: Rank) -> None:
         assert torch.equal(got, small.bfloat16().float())
         window.accumulate(small, 0, wire_dtype=torch.float8_e4m3fn, block_scaling=True)
     dist.barrier()
-
-
-@of_layouts(PAIR, ONE_BY_ONE)
-@on_layout()
-def test_window_takes_every_dtype(rank: Rank) -> None:
-    rank.init()
-    for dtype in DTYPES:
-        window = rota.Window((7,), dtype=dtype)
-        values = random_patterns(1, 5, dtype)[0]
-        window.put(values, 1 - rank.rank, offset=2)
-        dist.barrier()
-        got = window.tensor[2:].view(torch.uint8)
-        assert torch.equal(got, values.view(torch.uint8)), name_of(dtype)
 
 
 @of_layouts(ONE_HOST, Layout((0, 0, 1)))
