@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks import Place, Ranks
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 from host_network import HostNetwork, NotAvailable, enter_namespace, rank_environments
+from ranks import Place, Ranks
 
 
 class Hosts(HostNetwork):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import rota
 
 SMALL_BUCKETS_MB = 0.004  # several buckets; the first one is even smaller
 TINY_BUCKETS_MB = 1e-6  # one bucket per parameter
@@ -19,6 +23,14 @@ def make_model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
 def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(16, 32, generator=generator).to(dtype)
+
+
+def fused_ddp(
+    model: torch.nn.Module, state: rota.HookState, **options: Any
+) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS_MB} | options)
+    ddp.register_comm_hook(state, rota.fused_hook)
+    return ddp
 
 
 class ExactGradients(torch.nn.Module):

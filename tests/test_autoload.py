@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -12,7 +10,8 @@ import pytest
 import tomllib
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+from programs import ROOT, run_python
+
 ENTRY_POINTS: dict[str, dict[str, str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
     "project"
 ]["entry-points"]
@@ -42,8 +41,7 @@ def test_rota_imports_nothing_of_torch_that_takes_long() -> None:
         "torch.distributed.tensor",
     )
     program = f"import sys, rota, rota.elastic; print(*(set({long}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert done.stdout.split() == []
+    assert run_python("-c", program).stdout.split() == []
 
 
 @pytest.fixture
@@ -64,17 +62,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def test_init_process_group_finds_rota_without_its_import(environment: dict[str, str]) -> None:
     """Also where torch is told to use torchcomms, which is not installed here."""
-    command = [sys.executable, "-c", REGISTERS]
-    env = environment | {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", REGISTERS, env=environment | {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"})
 
 
 def test_rota_imported_before_torch_imports_both(environment: dict[str, str]) -> None:
     """torch then runs the entry point while `import rota` has not ended."""
-    command = [sys.executable, "-c", "import rota, torch; torch.distributed.Backend.ROTA"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", "import rota, torch; torch.distributed.Backend.ROTA", env=environment)
 
 
 def test_entry_point_of_newer_torch_loads_what_registers() -> None:

@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from models import make_model
 from ranks import Rank, check_error, error_of, on_ranks, run_ranks
-from test_training_stacks import make_model, train
+from test_training_stacks import train
 
 
 def autograd_collectives(rank: Rank, folder: str) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from models import SMALL_BUCKETS_MB, ExactGradients, batch_of, exact_batch, make_model, norm_of
+from models import ExactGradients, batch_of, exact_batch, fused_ddp, make_model, norm_of
 from ranks import Rank, check_error, error_of, on_ranks
 
 # In float32 the order in which squares are summed changes norms, coefficients and gradients.
@@ -23,11 +23,8 @@ REL = 2e-6
 def make_ddp(
     model: torch.nn.Module | None = None, **options: Any
 ) -> tuple[DistributedDataParallel, rota.HookState]:
-    options.setdefault("bucket_cap_mb", SMALL_BUCKETS_MB)
-    ddp = DistributedDataParallel(model if model is not None else ExactGradients(), **options)
     state = rota.HookState()
-    ddp.register_comm_hook(state, rota.fused_hook)
-    return ddp, state
+    return fused_ddp(model or ExactGradients(), state, **options), state
 
 
 def gradients(parameters: Any) -> list[torch.Tensor]:

@@ -9,20 +9,16 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import data_cache
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import data_cache
 from data_cache import open_corpus, read_corpus
 from data_order import GlobalBatchSampler, Windows, data_loader
+from torch import Tensor
 from train_gpt import windows
 
 from ranks import kill_self

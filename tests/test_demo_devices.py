@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
 from devices import Gpus, default_num_ranks, find_gpus, place
 from train_gpt import StepTimer
 

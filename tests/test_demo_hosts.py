@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hosts import Hosts
+from programs import run_python
 
 pytestmark = pytest.mark.same_in_every_build
 
-ROOT = Path(__file__).parents[1]
 FLOAT32_BYTES = 4
 NUM_PARAMETERS = 2 * (256 * 128) + 2 * 12 * 128**2  # embedding and head; two blocks
 
@@ -32,9 +30,7 @@ def test_short_run_has_the_losses_of_gloo_and_sends_its_share(tmp_path: Path) ->
     with Hosts((1,)):  # skips where hosts cannot be simulated
         pass
     path = tmp_path / "record.json"
-    command = [sys.executable, "benchmarks/demo_hosts.py", "--quick", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("benchmarks/demo_hosts.py", "--quick", "--json", str(path), timeout=400)
     assert json.loads(done.stdout.splitlines()[-1])["num_wrong"] == 0
     assert path.with_suffix(".png").stat().st_size > 10_000
     record = json.loads(path.read_text())

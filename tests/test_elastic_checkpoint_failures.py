@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +30,7 @@ from checkpoints import (
     state_of,
     wait_until_ended,
 )
+from programs import run_python
 from ranks import Rank, Ranks, check_error, error_of, kill_self, on_ranks, run_ranks
 from rota import _C
 from rota.checkpoint.link import KeeperLink
@@ -306,4 +306,4 @@ def test_keeper_is_started_by_a_program_without_standard_streams() -> None:
         "    checkpoint.save(0, {'a': 1})\n"
         "    assert checkpoint.load() == (0, {'a': 1})\n"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    run_python("-c", code)

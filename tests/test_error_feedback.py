@@ -21,6 +21,7 @@ from models import (
     ExactGradients,
     batch_of,
     exact_batch,
+    fused_ddp,
     gradients_of,
     make_model,
     norm_of,
@@ -32,14 +33,6 @@ from rota.gradients.results import Outcome
 
 # Without block scaling, an element's result does not depend on its bucket.
 UNSCALED = {"wire_dtype": torch.bfloat16, "error_feedback": True}
-
-
-def make_ddp(
-    model: torch.nn.Module, state: rota.HookState, **options: Any
-) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS_MB, **options)
-    ddp.register_comm_hook(state, rota.fused_hook)
-    return ddp
 
 
 SINGLE, DOUBLE = torch.float32, torch.float64
@@ -63,7 +56,7 @@ def test_error_feedback_moves_with_parameters_to_other_buckets(
     loss_scale = 4.0
     model = ExactGradients(dtypes)
     state = rota.HookState(loss_scale=loss_scale, model=model, **UNSCALED)
-    ddp = make_ddp(model, state, gradient_as_bucket_view=as_view)
+    ddp = fused_ddp(model, state, gradient_as_bucket_view=as_view)
     names = [name for name, _ in model.named_parameters()]
     residuals = [{name: torch.zeros(1) for name in names} for _ in range(rank.world_size)]
     for step in range(4):
@@ -113,7 +106,7 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters(rank: Rank) -> Non
     rank.init("gloo")
     model = Layouts()
     state = rota.HookState(model=model, **UNSCALED)
-    ddp = make_ddp(model, state)
+    ddp = fused_ddp(model, state)
     ddp(1.0).backward()
     residuals = state.state_dict()["residuals"]
     for name, parameter in model.named_parameters():
@@ -132,7 +125,7 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters(rank: Rank) -> Non
         setattr(in_rows, name, torch.nn.Parameter(getattr(in_rows, name).detach().contiguous()))
     other = rota.HookState(model=in_rows, **UNSCALED)
     other.load_state_dict(state.state_dict())
-    ddp_in_rows = make_ddp(in_rows, other)
+    ddp_in_rows = fused_ddp(in_rows, other)
     ddp_in_rows(2.0).backward()
     ddp.zero_grad()
     ddp(2.0).backward()
@@ -150,7 +143,7 @@ def train(rank: Rank, steps: range, checkpoint: io.BytesIO, **options: Any) -> t
     model = make_model()
     state = rota.HookState(model=model, **{**UNSCALED, **options})
     # With SMALL_BUCKETS_MB some parameters change buckets after the first step.
-    ddp = make_ddp(model, state)
+    ddp = fused_ddp(model, state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     parts = {"model": model, "optimizer": optimizer, "hook": state}
     if steps.start > 0:
@@ -183,7 +176,7 @@ def test_state_can_be_loaded_in_the_middle_of_a_run(rank: Rank) -> None:
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
-    ddp = make_ddp(model, state)
+    ddp = fused_ddp(model, state)
     batches = [
         batch[rank.rank] for batch in (random_inputs(2, 2050 + i, torch.float32) for i in range(4))
     ]
@@ -224,7 +217,7 @@ def test_residuals_of_another_model_are_refused(
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
-    first = make_ddp(model, state)
+    first = fused_ddp(model, state)
     first(exact_batch(rank.rank, 0)).backward()
     saved = state.state_dict()
     if change == "missing":
@@ -236,7 +229,7 @@ def test_residuals_of_another_model_are_refused(
     other_model = ExactGradients()
     other = rota.HookState(model=other_model, **UNSCALED)
     other.load_state_dict(saved)
-    ddp = make_ddp(other_model, other)
+    ddp = fused_ddp(other_model, other)
     check_error(error_of(lambda: ddp(exact_batch(rank.rank, 0)).backward()), "ValueError", *facts)
 
 
@@ -245,7 +238,7 @@ def test_residual_of_an_unused_parameter_is_not_in_the_norm(rank: Rank) -> None:
     """A residual is sent even for a parameter without a gradient; the norm must not count it."""
     rank.init("gloo")
     state = rota.HookState(**UNSCALED)
-    ddp = make_ddp(ExactGradients(), state, find_unused_parameters=True)
+    ddp = fused_ddp(ExactGradients(), state, find_unused_parameters=True)
     batch = random_inputs(1, 2050, torch.float32)[0]
     ddp(batch).backward()
     ddp.zero_grad()
@@ -271,7 +264,7 @@ def test_residuals_are_loaded_where_other_parameters_are_frozen(rank: Rank) -> N
         state = rota.HookState(model=model, **UNSCALED)
         if saved is not None:
             state.load_state_dict(saved)
-        ddp = make_ddp(model, state)
+        ddp = fused_ddp(model, state)
         ddp(batch).backward()
         return state, ddp
 
@@ -285,7 +278,7 @@ def test_residuals_are_loaded_where_other_parameters_are_frozen(rank: Rank) -> N
     assert torch.equal(residuals["weights.1"], once)
     assert not torch.equal(residuals["weights.4"], saved["residuals"]["weights.4"])
     ddp.module.weights[3].requires_grad_(True)
-    thawed = make_ddp(ddp.module, state)
+    thawed = fused_ddp(ddp.module, state)
     thawed(batch).backward()
     assert not state.state_dict()["without_residual"]
 
@@ -321,7 +314,7 @@ def test_ddp_that_is_made_anew_after_thawing_keeps_its_state(rank: Rank) -> None
         for _ in range(2):
             ddp(exact_batch(rank.rank, 0)).backward()
         model.requires_grad_(True)
-        ddp = make_ddp(model, state)
+        ddp = fused_ddp(model, state)
         for _ in range(2):
             ddp.zero_grad()
             ddp(exact_batch(rank.rank, 1)).backward()
@@ -340,7 +333,7 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
     for has_model in (False, True):
         model = ExactGradients()
         state = rota.HookState(model=model if has_model else None, **UNSCALED)
-        ddp = make_ddp(model, state)
+        ddp = fused_ddp(model, state)
         ddp(batches[0]).backward()
         copies: list[tuple[torch.nn.Module, rota.HookState]] = [
             (model, copy.copy(state)),
@@ -354,7 +347,7 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
         expected = gradients_of(ddp)
         for module, other in copies:
             module.zero_grad()
-            again = make_ddp(module, other)
+            again = fused_ddp(module, other)
             again(batches[1]).backward()
             assert torch.equal(gradients_of(again), expected)
             assert not has_model or len(other.state_dict()["residuals"]) == 5
@@ -373,7 +366,7 @@ def test_unused_parameter_still_owes_what_it_owed(rank: Rank, as_view: bool) -> 
     rank.init("gloo")
     model = ExactGradients()
     state = rota.HookState(model=model, **UNSCALED)
-    ddp = make_ddp(model, state, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+    ddp = fused_ddp(model, state, find_unused_parameters=True, gradient_as_bucket_view=as_view)
     batch = random_inputs(1, 2050, torch.float32)[0]
     paid = torch.zeros(700)
     num_used = 0
@@ -423,7 +416,7 @@ class Loop:
         self.rank, self.how = rank, how
         model = ExactGradients()
         self.state = rota.HookState(model=model, stochastic_rounding=True, **UNSCALED)
-        self.ddp = make_ddp(model, self.state)
+        self.ddp = fused_ddp(model, self.state)
         self.optimizer = torch.optim.SGD(model.parameters(), 1.0)
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
             "cpu", init_scale=4.0, enabled="torch" in how
@@ -486,7 +479,7 @@ def test_residuals_without_names_or_of_a_model_that_is_gone_are_not_saved(rank: 
     for has_model, fact in ((False, "names"), (True, "model is gone")):
         model = ExactGradients()
         state = rota.HookState(model=model if has_model else None, **UNSCALED)
-        ddp = make_ddp(model, state)
+        ddp = fused_ddp(model, state)
         for step in range(2):
             ddp(exact_batch(rank.rank, step)).backward()
         if has_model:

@@ -20,6 +20,7 @@ from models import (
     ExactGradients,
     batch_of,
     exact_batch,
+    fused_ddp,
     gradients_of,
     make_model,
     norm_of,
@@ -27,18 +28,6 @@ from models import (
 from oracle import assert_same, random_inputs
 from ranks import Rank, check_error, error_of, on_ranks
 from rota.gradients.rounding import split_mix_64
-
-
-def make_ddp(
-    model: torch.nn.Module, state: rota.HookState | None, **options: Any
-) -> DistributedDataParallel:
-    """DDP with rota.fused_hook, or without a hook if state is None."""
-    options.setdefault("bucket_cap_mb", SMALL_BUCKETS_MB)
-    ddp = DistributedDataParallel(model, **options)
-    if state is not None:
-        ddp.register_comm_hook(state, rota.fused_hook)
-    return ddp
-
 
 # ---- numbers
 
@@ -119,7 +108,7 @@ def test_gradient_predivide_factor_keeps_contributions_from_overflowing(
 ) -> None:
     rank.init("gloo")
     state = rota.HookState(None, block_scaling=False, gradient_predivide_factor=factor)
-    ddp = make_ddp(ExactGradients(), state)
+    ddp = fused_ddp(ExactGradients(), state)
     ddp(torch.full((2050,), 1e5 if rank.rank == 0 else 0.0)).backward()
     assert gradients_of(ddp).unique().tolist() == [expected]
 
@@ -127,7 +116,7 @@ def test_gradient_predivide_factor_keeps_contributions_from_overflowing(
 @on_ranks(2)
 def test_gradients_travel_in_their_own_dtype_where_the_wire_has_none(rank: Rank) -> None:
     rank.init("gloo")
-    ddp = make_ddp(ExactGradients(), rota.HookState(wire_dtype=None))
+    ddp = fused_ddp(ExactGradients(), rota.HookState(wire_dtype=None))
     ddp(torch.full((2050,), 1 + 2**-20)).backward()
     assert gradients_of(ddp).unique().tolist() == [1 + 2**-20]
 
@@ -138,7 +127,8 @@ def test_fused_hook_of_complex_parameters_equals_ddp_without_hook(rank: Rank) ->
     rank.init("gloo")
     dtypes = (torch.complex64, torch.float32) * 2 + (torch.complex128,)
     state = rota.HookState()
-    ours, torchs = make_ddp(ExactGradients(dtypes), state), make_ddp(ExactGradients(dtypes), None)
+    ours = fused_ddp(ExactGradients(dtypes), state)
+    torchs = DistributedDataParallel(ExactGradients(dtypes), bucket_cap_mb=SMALL_BUCKETS_MB)
     for step in range(4):
         for ddp in (ours, torchs):
             ddp.zero_grad()
@@ -155,7 +145,7 @@ def test_fused_hook_of_complex_parameters_equals_ddp_without_hook(rank: Rank) ->
 def test_results_before_a_backward_pass_are_refused(rank: Rank) -> None:
     rank.init("gloo")
     state = rota.HookState()
-    ddp = make_ddp(ExactGradients(), state)
+    ddp = fused_ddp(ExactGradients(), state)
     errors = [error_of(state.grad_norm), error_of(lambda: state.found_inf)]
     with ddp.no_sync():
         ddp(exact_batch(0, 0)).backward()
@@ -167,7 +157,7 @@ def test_results_before_a_backward_pass_are_refused(rank: Rank) -> None:
 def test_results_of_a_failed_backward_pass_are_refused(rank: Rank) -> None:
     rank.init("gloo", timeout_s=2.0)
     state = rota.HookState()
-    ddp = make_ddp(ExactGradients(), state)
+    ddp = fused_ddp(ExactGradients(), state)
     for step in range(3):
         ddp(exact_batch(rank.rank, step)).backward()
     if rank.rank == 1:
@@ -186,7 +176,7 @@ def test_backward_pass_after_one_that_failed_begins_anew(rank: Rank) -> None:
         wire_dtype=torch.bfloat16, error_feedback=True, stochastic_rounding=True, model=model
     )
     batch = random_inputs(1, 2050, torch.float32)[0]
-    ddp = make_ddp(model, state, bucket_cap_mb=TINY_BUCKETS_MB)
+    ddp = fused_ddp(model, state, bucket_cap_mb=TINY_BUCKETS_MB)
     for _ in range(3):
         ddp.zero_grad()
         ddp(batch).backward()
@@ -208,7 +198,7 @@ def test_backward_pass_after_one_that_failed_begins_anew(rank: Rank) -> None:
     model.zero_grad()
     # The first bucket holds parameters that the failed pass has not come to.
     model.weights = torch.nn.ParameterList(reversed(list(model.weights)))
-    ddp = make_ddp(model, state)
+    ddp = fused_ddp(model, state)
     ddp(batch).backward()
     assert state.grad_norm().item() == pytest.approx(norm_of(ddp).item(), rel=1e-6)
     assert rota.clip_grad_norm_(ddp.parameters(), 1e9).item() == state.grad_norm().item()
@@ -232,7 +222,7 @@ def test_stochastic_rounding_goes_on_where_state_dict_was_taken(rank: Rank) -> N
             None, torch.bfloat16, stochastic_rounding=True, error_feedback=False, **options
         )
         # One parameter, so that a new DDP has the same buckets.
-        return state, make_ddp(ExactGradients(sizes=(2050,)), state)
+        return state, fused_ddp(ExactGradients(sizes=(2050,)), state)
 
     def gradients_by_step(seed: int, stop_at: int | None = None) -> list[list[float]]:
         """With `stop_at`, a new state continues from that step."""
@@ -266,7 +256,7 @@ def test_hook_state_can_be_copied_and_pickled_without_a_group(rank: Rank) -> Non
     state = rota.HookState(
         None, torch.float8_e5m2, loss_scale=4.0, seed=5, stochastic_rounding=True, algorithm="ring"
     )
-    ddp = make_ddp(make_model(), state)
+    ddp = fused_ddp(make_model(), state)
     ddp(batch_of(rank.rank, 0)).sum().backward()
     for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert other.state_dict() == state.state_dict()

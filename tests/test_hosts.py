@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import host_network
 import own_process

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from models import SMALL_BUCKETS_MB, ExactGradients
+from models import SMALL_BUCKETS_MB, ExactGradients, fused_ddp
 from ranks import Rank, check_error, error_of, on_ranks
 
 NUM_COPIES, NUM_PARTS = 2, 2
@@ -34,9 +34,7 @@ def groups_of(rank: Rank) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def by_hook(model: nn.Module, group: dist.ProcessGroup, state: rota.HookState) -> nn.Module:
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB)
-    ddp.register_comm_hook(state, rota.fused_hook)
-    return ddp
+    return fused_ddp(model, state, process_group=group)
 
 
 def by_list(model: nn.Module, group: dist.ProcessGroup, state: rota.HookState) -> nn.Module:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from pipeline_replay import Computation, Step, seconds_without_communication
 

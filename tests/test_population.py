@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import population
 import pytest
 import torch
 
 from ranks import Rank, Ranks, run_ranks
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import population
 
 pytestmark = pytest.mark.same_in_every_build
 

@@ -7,14 +7,13 @@ state when the child was forked (python/cpython issue 112275).
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 import threading
 
 import torch
 import torch.distributed as dist
 
 import rota
+from programs import run_python
 from ranks import Rank, on_ranks
 
 NUM_CALLS = 50
@@ -86,6 +85,4 @@ print(done_before_the_fork)
 
 
 def test_a_progress_thread_that_starts_while_its_process_forks_waits_for_the_fork() -> None:
-    command = [sys.executable, "-c", FORKS_WHILE_A_THREAD_STARTS]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    assert done.stdout == "[False]\n"
+    assert run_python("-c", FORKS_WHILE_A_THREAD_STARTS).stdout == "[False]\n"

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import train_3d
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.append(str(EXAMPLES))
-
-import train_3d  # noqa: E402
+from programs import run_python
 
 pytestmark = pytest.mark.same_in_every_build
-
-LIMIT_S = 240
 
 
 @pytest.mark.parametrize(
@@ -28,9 +20,7 @@ LIMIT_S = 240
     ids=["float32", "float16-inf"],
 )
 def test_train_3d_equals_one_rank(options: str, skipped: str) -> None:
-    command = [sys.executable, str(EXAMPLES / "train_3d.py"), "--context", "8", *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("examples/train_3d.py", "--context", "8", *options.split())
     for fact in (skipped, "of the pipeline's time", "memory of a rank"):
         assert fact in done.stdout
 

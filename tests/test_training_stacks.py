@@ -27,26 +27,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from models import batch_of, make_model
 from ranks import Rank, run_ranks
 
-WIDTH = 16
+WIDTH = 32  # of batches
 STEPS = 3
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    torch.manual_seed(100 * step + rank)
-    return torch.randn(8, WIDTH)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
     losses = []
     for step in range(STEPS):
-        loss = model(batch(step, rank)).square().mean()
+        loss = model(batch_of(rank, step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,7 +69,7 @@ def ddp(rank: Rank) -> Result:
         results += train(model, optimizer, rank.rank)
         if "static_graph" not in options:  # which torch does not allow with no_sync
             with model.no_sync():
-                model(batch(9, rank.rank)).sum().backward()
+                model(batch_of(rank.rank, 9)).sum().backward()
         results += train(model, optimizer, rank.rank) + values_of(model)
     return results
 
@@ -89,7 +80,7 @@ def join(rank: Rank) -> Result:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Join([model]):
         for step in range(2 + rank.rank):
-            model(batch(step, rank.rank)).square().mean().backward()
+            model(batch_of(rank.rank, step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return values_of(model)
@@ -157,9 +148,9 @@ def pipeline(rank: Rank) -> Result:
         losses: list[torch.Tensor] = []
         for step in range(2):
             if rank.rank == 0:
-                schedule.step(batch(step, 0))
+                schedule.step(batch_of(0, step))
             else:
-                schedule.step(target=batch(step, 1), losses=losses)
+                schedule.step(target=batch_of(1, step), losses=losses)
         results += [loss.item() for loss in losses]
         for stage in stages:
             gradients = [parameter.grad for parameter in stage.submod.parameters()]
@@ -167,7 +158,7 @@ def pipeline(rank: Rank) -> Result:
     with torch.no_grad():
         stage = PipelineStage(layers[rank.rank], rank.rank, 2, device)
         forward = ScheduleGPipe(stage, n_microbatches=2)
-        output = forward.step(batch(0, 0)) if rank.rank == 0 else forward.step()
+        output = forward.step(batch_of(0, 0)) if rank.rank == 0 else forward.step()
     return results + ([] if rank.rank == 0 else output.flatten().tolist())
 
 

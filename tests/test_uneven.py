@@ -9,29 +9,22 @@ import argparse
 import itertools
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 
+import balance
 import pytest
 import torch
+import uneven
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from programs import run_python
 from ranks import Rank, on_ranks
 from test_sum_order import sum_in_tree
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.append(str(EXAMPLES))
-
-import balance  # noqa: E402
-import uneven  # noqa: E402
-
 pytestmark = pytest.mark.same_in_every_build
-
-LIMIT_S = 240
 
 
 # ---------------------------------------------------------------------------------------------
@@ -141,10 +134,8 @@ def test_slow_rank_gets_less_and_parameters_are_those_of_one_rank(
 ) -> None:
     # So slow that no stall of a busy machine hides it.
     options = f"--context 8 --batch 1 --steps 5 --measure-every 2 --slow 20 --ranks {num_ranks}"
-    command = [sys.executable, str(EXAMPLES / "uneven.py"), "--optimizer", optimizer]
-    command += ["--micro-batches", "8", *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options += f" --micro-batches 8 --optimizer {optimizer}"
+    done = run_python("examples/uneven.py", *options.split())
     assert done.stdout.count("one rank's bits") == 2
     assert "within" in done.stdout
     (splits,) = re.findall(r"^measured split: (.*)$", done.stdout, re.MULTILINE)

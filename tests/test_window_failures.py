@@ -28,34 +28,43 @@ def outlive_rank_2(rank: Rank) -> None:
     rank.tell()
     if rank.rank == 2:
         window.wait_signal(2)
-        signal.pause()
-    if rank.rank == 1:
+    if rank.rank != 0:
         window.wait_signal(0)
+        window.put(torch.ones(1), 0, offset=rank.rank)
         window.signal(0)
+        window.wait_signal(0)
         return
-    window.wait_signal(1)
-    window.wait_signal(2)  # sent before
-    victim = f"rank 2 (pid {rank.pid_of(2)})"
+    for peer in (1, 2, 3):
+        window.wait_signal(peer)  # rank 2's was sent before
+    is_near = rank.layout.host_of[2] == 0
+    facts = [f"rank 2 (pid {rank.pid_of(2)})" if is_near else "rank 2 on host 1"]
+    facts.append("has died" if is_near else "has died or left")
     error = error_of(window.wait_signal, 2)
-    check_error(error, "PeerFailed", victim, "rota.Window.wait_signal: rank 0/3 waits in vain")
-    assert not window.is_alive(2) and window.is_alive(1)
+    check_error(error, "PeerFailed", *facts, "rota.Window.wait_signal: rank 0/4 waits in vain")
+    assert [window.is_alive(peer) for peer in range(4)] == [True, True, False, True]
     # The kernel takes milliseconds to end a process, in which its memory is still written.
     while error_of(window.put, torch.full((1,), 2.0), 2)[0] == "nothing":
         pass
-    error = error_of(window.put, torch.zeros(1), 2)
-    check_error(error, "PeerFailed", victim, "has died")
-    check_error(error_of(window.accumulate, torch.zeros(1), 2), "PeerFailed", victim)
-    check_error(error_of(window.signal, 2), "PeerFailed", victim)
-    assert window.view(2).eq(2).all()  # its memory can still be read
-    got = torch.empty(10)
-    window.get(got, 2)
-    assert got.eq(2).all()
-    window.signal(1)
-    assert window.wait_any_signal([2, 1]) == 1
+    one, got = torch.ones(1), torch.empty(10)
+    for call in (window.put, window.accumulate):
+        check_error(error_of(call, one, 2), "PeerFailed", *facts)
+    check_error(error_of(window.signal, 2), "PeerFailed", *facts)
+    if is_near:  # its memory can still be read
+        window.get(got, 2)
+        assert got.eq(2).all() and window.view(2).eq(2).all()
+    else:
+        check_error(error_of(window.get, got, 2), "PeerFailed", *facts)
+    for peer in (1, 3):
+        window.signal(peer)
+    assert {window.wait_any_signal([2, 3, 1]) for _ in range(2)} == {1, 3}
+    assert window.tensor.tolist()[:4] == [0, 1, 0, 1]
+    for peer in (1, 3):
+        window.signal(peer)
 
 
-def test_killed_rank_is_named_and_the_others_go_on() -> None:
-    with Ranks(3, outlive_rank_2) as ranks:
+@of_layouts(Layout((0, 0, 0, 0)), TWO_BY_TWO)
+def test_killed_rank_is_named_and_the_others_go_on(layout: Layout) -> None:
+    with layout.start(outlive_rank_2) as ranks:
         ranks.results_without(2)
 
 
@@ -81,48 +90,6 @@ def test_closed_window_is_refused_on_both_sides(rank: Rank) -> None:
     check_error(error, "PeerFailed", name, "has closed its window")
     check_error(error_of(window.get, one, 1), "PeerFailed")
     check_error(error_of(window.wait_signal, 1), "PeerFailed")
-
-
-def outlive_rank_2_of_another_host(rank: Rank) -> list[tuple[str, str]]:
-    rank.init("gloo")
-    window = rota.Window(10)
-    window.signal(0)
-    dist.barrier()
-    rank.tell()
-    if rank.rank == 2:
-        signal.pause()
-    if rank.rank != 0:
-        window.wait_signal(0)
-        window.put(torch.ones(1), 0, offset=rank.rank)
-        window.signal(0)
-        window.wait_signal(0)
-        return []
-    for peer in (1, 2, 3):
-        window.wait_signal(peer)
-    one = torch.ones(1)
-    errors = [
-        error_of(window.wait_signal, 2),
-        error_of(window.put, one, 2),
-        error_of(window.get, one, 2),
-        error_of(window.accumulate, one, 2),
-        error_of(window.signal, 2),
-    ]
-    assert [window.is_alive(peer) for peer in range(4)] == [True, True, False, True]
-    for peer in (1, 3):
-        window.signal(peer)
-    assert {window.wait_any_signal([2, 3, 1]) for _ in range(2)} == {1, 3}
-    assert window.tensor.tolist()[:4] == [0, 1, 0, 1]
-    for peer in (1, 3):
-        window.signal(peer)
-    return errors
-
-
-def test_killed_rank_of_another_host_is_named_and_the_others_go_on() -> None:
-    with TWO_BY_TWO.start(outlive_rank_2_of_another_host) as ranks:
-        errors = ranks.results_without(2)[0]
-    for error in errors:
-        check_error(error, "PeerFailed", "rank 2 on host 1", "has died or left")
-    assert "rota.Window.wait_signal: rank 0/4 waits in vain" in errors[0][1]
 
 
 def put_over_a_slow_link(rank: Rank) -> None:
@@ -267,8 +234,7 @@ def test_timeouts_name_who_did_not_come() -> None:
         ranks.hear_result(1)
 
 
-@of_layouts(PAIR, ONE_BY_ONE)
-@on_layout()
+@on_layout(ONE_BY_ONE)  # test_interrupts.py has one host
 def test_forked_child_may_not_use_its_parents_window(rank: Rank) -> None:
     rank.init()
     window = rota.Window(1)
