@@ -361,13 +361,23 @@ def test_clip_is_not_folded_where_that_would_be_wrong(rank: Rank, what: str) -> 
     assert norm_of(ddp).item() == pytest.approx(1.0, rel=REL)
 
 
-@on_ranks(1)
-def test_fold_of_a_skipped_step_is_forgotten(rank: Rank) -> None:
+def fold(
+    rank: Rank, max_norm: float, own_scale: torch.Tensor | None = None
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Tensor]:
+    """A model whose clipping waits in its optimizer, which may have a grad_scale, and the norm."""
     rank.init("gloo")
     ddp, _ = make_ddp()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True)
+    if own_scale is not None:
+        optimizer.grad_scale = own_scale
     ddp(exact_batch(rank.rank, 0)).backward()
-    rota.clip_grad_norm_(ddp.parameters(), 1.0, optimizer=optimizer)
+    norm = rota.clip_grad_norm_(ddp.parameters(), max_norm, optimizer=optimizer)
+    return ddp, optimizer, norm
+
+
+@on_ranks(1)
+def test_fold_of_a_skipped_step_is_forgotten(rank: Rank) -> None:
+    ddp, optimizer, _ = fold(rank, 1.0)
     assert hasattr(optimizer, "grad_scale")
     ddp.zero_grad()  # discards the gradients without a step
     ddp(exact_batch(rank.rank, 1)).backward()
@@ -379,13 +389,8 @@ def test_fold_of_a_skipped_step_is_forgotten(rank: Rank) -> None:
 
 @on_ranks(1)
 def test_folds_multiply_each_other_and_the_optimizers_own_grad_scale(rank: Rank) -> None:
-    rank.init("gloo")
-    ddp, _ = make_ddp()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True)
     own_scale = torch.tensor(2.0)
-    optimizer.grad_scale = own_scale
-    ddp(exact_batch(rank.rank, 0)).backward()
-    norm = rota.clip_grad_norm_(ddp.parameters(), 8.0, optimizer=optimizer)
+    ddp, optimizer, norm = fold(rank, 8.0, own_scale)
     assert rota.clip_grad_norm_(ddp.parameters(), 4.0, optimizer=optimizer).item() == pytest.approx(
         8.0, rel=REL
     )
@@ -398,11 +403,7 @@ def test_folds_multiply_each_other_and_the_optimizers_own_grad_scale(rank: Rank)
 
 @on_ranks(1)
 def test_fold_is_carried_out_before_torch_reads_the_gradients(rank: Rank) -> None:
-    rank.init("gloo")
-    ddp, _ = make_ddp()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, fused=True)
-    ddp(exact_batch(rank.rank, 0)).backward()
-    rota.clip_grad_norm_(ddp.parameters(), 8.0, optimizer=optimizer)
+    ddp, optimizer, _ = fold(rank, 8.0)
     norm = rota.clip_grad_norm_(ddp.parameters(), 1e6, norm_type=float("inf"))
     assert not hasattr(optimizer, "grad_scale")
     assert norm_of(ddp).item() == pytest.approx(8.0, rel=REL)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.same_in_every_build
 
 @on_ranks(2)
 def test_parameters_that_cannot_move_are_copied(rank: Rank, port: int) -> None:
-    """A parameter in memory that cannot move is copied instead."""
     _, generation = first_generation(rank, port)
     model = nn.Linear(100, 100)
     model.weight = nn.Parameter(rota.empty(100, 100).fill_(float(rank.rank + 1)))

@@ -380,7 +380,6 @@ def test_state_that_differs_after_a_step_is_an_error_on_every_rank(rank: Rank, p
 
 @on_ranks(2)
 def test_damaged_copy_is_an_error_on_every_rank_and_no_state(rank: Rank, port: int) -> None:
-    """A copy that is damaged on its way is not used, and the next attempt succeeds."""
     membership, generation = first_generation(rank, port)
     trainee = Trainee(seed=rank.rank)
     if rank.rank == 0:

@@ -141,19 +141,13 @@ def test_peer_that_leaves_raises_peer_failed(rank: Rank, how: str, facts: list[s
             gc.collect()
         elif how == "abort":
             communicator.abort("the data ran out")
+            assert "the data ran out" in error_of(communicator.barrier)[1]
         rank.await_word()  # still alive
         return
     error = error_of(communicator.all_reduce, torch.ones(3))
     rank.say()
     peer = f"rank 1 (pid {rank.pid_of(1)})"
     check_error(error, "PeerFailed", peer, "rota.all_reduce: rank 0/2", *facts)
-
-
-@on_ranks(2)
-def test_abort_makes_later_calls_raise_with_the_reason(rank: Rank) -> None:
-    communicator = rank.communicator()
-    communicator.abort("enough")
-    assert "enough" in error_of(communicator.barrier)[1]
 
 
 @on_ranks(3)

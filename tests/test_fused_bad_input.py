@@ -252,7 +252,6 @@ def test_one_state_on_two_models_is_refused(rank: Rank, how: str) -> None:
 
 @on_ranks(2)
 def test_state_of_a_model_that_is_gone_takes_another(rank: Rank) -> None:
-    """A state may be used with another model once the first one is gone."""
     rank.init("gloo")
     state = rota.HookState(error_feedback=True)
     norms = []

@@ -57,7 +57,6 @@ def test_hook_peer_killed_raises_peer_failed_from_backward(backend: str, name: s
 
 @on_ranks(2)
 def test_hook_mismatch_raises_mismatch_from_backward(rank: Rank) -> None:
-    """One rank compresses, the other does not."""
     rank.init("gloo")
     model = make_ddp(rota.fp16_compress_hook if rank.rank == 0 else rota.allreduce_hook)
     error = error_of(step, model)

@@ -280,9 +280,5 @@ def test_error_of_a_rank_names_it() -> None:
         hosts.run(fail_on_the_second)
 
 
-def test_ranks_without_places_are_not_moved() -> None:
-    assert run_ranks(1, own_namespace) == [namespace_of("self")]
-
-
 def own_namespace(rank: Rank) -> int:
     return namespace_of("self")

@@ -118,7 +118,6 @@ def test_ranks_that_disagree_get_a_mismatch(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_what_belongs_to_nobody_or_to_one_rank_is_not_averaged(rank: Rank) -> None:
-    """Frozen parameters stay as they are; shards of one worker are not averaged."""
     rank.init()
     model = make_model()
     model(batch_of(0, 0)).sum().backward()

@@ -124,7 +124,6 @@ def test_ddp_has_the_bits_of_a_plain_loop() -> None:
 
 @on_ranks(2)
 def test_gradient_is_the_mean_over_the_shards(rank: Rank) -> None:
-    """The result is the mean over the shards, of gradients that are their numbers."""
     rank.init("gloo")
     weight = nn.Linear(1, 1, bias=False)
     shards = rota.LogicalShards(weight, 4)

@@ -28,7 +28,6 @@ def limit_descriptors() -> None:
 
 @on_ranks(WORLD_SIZE)
 def test_many_groups_keep_their_descriptors_and_threads_few(rank: Rank) -> None:
-    """The numbers of descriptors and threads after each round."""
     rank.init()
     limit_descriptors()
     groups = []  # keeps them alive to the end
@@ -54,7 +53,6 @@ def test_many_groups_keep_their_descriptors_and_threads_few(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_last_group_of_a_peer_closes_its_descriptors(rank: Rank) -> None:
-    """A peer's descriptors are closed with its last group, and reopened for the next group."""
     rank.init("gloo")
     rota.empty(0)  # the process keeps one descriptor of the heap
     dist.barrier()

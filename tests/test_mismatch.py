@@ -51,6 +51,15 @@ CASES = {
         reduce_call("sum, float32[8], two_shot)", algorithm="two_shot"),
         reduce_call("sum, float32[8], ring)", algorithm="ring"),
     ),
+    "group_size": (SUM, reduce_call("sum, float32[8], one_shot, groups of 3)", group_size=3)),
+    "num_shards": (
+        reduce_call("sum, float32[8], one_shot, tree of 4 shards)", order="tree", num_shards=4),
+        reduce_call("sum, float32[8], one_shot, tree of 8 shards)", order="tree", num_shards=8),
+    ),
+    "order": (
+        reduce_call("sum, float32[8], one_shot, tree of 4 shards)", order="tree", num_shards=4),
+        reduce_call("sum, float32[8], one_shot)", order="rank"),
+    ),
     "wire": (SUM, reduce_call("sum, float32[8], one_shot, wire float16", wire_dtype=torch.float16)),
     "hop": (
         reduce_call("sum, float16[8], ring)", torch.float16, algorithm="ring"),
@@ -111,13 +120,3 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(rank: Rank, name: s
         assert all(bool((tensor == rank.rank + 1).all()) for tensor in tensors)
         communicator.all_reduce(total := torch.full((50_000,), float(rank.rank)))
         assert total[-1].item() == 3.0
-
-
-@on_ranks(4)
-def test_mismatch_of_group_size_names_it(rank: Rank) -> None:
-    communicator = rank.communicator()
-    group_size = 2 if rank.rank == ODD_RANK else None
-    error = error_of(communicator.all_reduce, torch.ones(8), group_size=group_size)
-    check_error(
-        error, "Mismatch", "rank 1 called all_reduce(sum, float32[8], one_shot, groups of 2)"
-    )

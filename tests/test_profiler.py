@@ -14,7 +14,7 @@ from ranks import Rank, error_of, on_ranks
 
 
 @on_ranks(2)
-def test_profiler_shows_each_collective_once(rank: Rank) -> None:
+def test_profiler_shows_each_call_of_a_communicator_once(rank: Rank) -> None:
     communicator = rank.communicator()
     tensor, both = torch.ones(10), torch.ones(20)
     stats = torch.zeros(2, dtype=torch.float64)
@@ -25,17 +25,14 @@ def test_profiler_shows_each_collective_once(rank: Rank) -> None:
         communicator.broadcast(tensor)
         communicator.all_gather(both, tensor)
         communicator.barrier()
-        dist.all_reduce(tensor)
-        dist.all_reduce(tensor, async_op=True).wait()
-        dist.barrier()
     names = Counter(event.name for event in profiled.events())
     shown = {name: count for name, count in names.items() if name.startswith("rota:")}
     assert shown == {
-        "rota:all_reduce": 4,
+        "rota:all_reduce": 2,
         "rota:reduce_bucket": 1,
         "rota:broadcast": 1,
         "rota:all_gather": 1,
-        "rota:barrier": 2,
+        "rota:barrier": 1,
     }
 
 

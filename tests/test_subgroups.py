@@ -31,7 +31,6 @@ def test_making_a_subgroup_waits_for_nobody(rank: Rank) -> None:
 
 @on_ranks(4)
 def test_ranks_that_never_use_a_subgroup_need_not_come(rank: Rank) -> None:
-    """Two of four ranks use the group; the other two only make it."""
     rank.init()
     group = dist.new_group([0, 1, 2, 3])
     tensor = torch.full((1000,), float(rank.rank))

@@ -22,7 +22,7 @@ from oracle import (
     ops_of,
     random_inputs,
 )
-from ranks import Rank, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 from rota._C import schedule
 
 pytestmark = pytest.mark.same_in_every_build
@@ -186,27 +186,3 @@ def test_blocks_of_shards_are_aligned_and_complete(world_size: int) -> None:
             assert block.first_shard % block.num_shards == 0
             end += block.num_shards
         assert end == num_shards
-
-
-# ---- ranks that disagree
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"order": "tree", "num_shards": 8}, "one_shot, tree of 8 shards)"),
-        ({"order": "rank"}, "one_shot)"),
-    ],
-    ids=["another-tree", "no-tree"],
-)
-@on_ranks(2)
-def test_mismatch_of_order_names_it(rank: Rank, options: dict[str, Any], text: str) -> None:
-    communicator = rank.communicator()
-    own = options if rank.rank == 1 else {"order": "tree", "num_shards": 4}
-    error = error_of(communicator.all_reduce, torch.ones(8), **own)
-    check_error(
-        error,
-        "Mismatch",
-        f"rank 1 called all_reduce(sum, float32[8], {text}",
-        "rank 0 called all_reduce(sum, float32[8], one_shot, tree of 4 shards)",
-    )

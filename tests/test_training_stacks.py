@@ -163,7 +163,6 @@ def pipeline(rank: Rank) -> Result:
 
 
 def checkpoint(rank: Rank) -> Result:
-    """What FSDP2 has saved is loaded into another model."""
     mesh = init_device_mesh("cpu", (2,))
     saved = fully_shard(make_model(), mesh=mesh)
     train(saved, torch.optim.SGD(saved.parameters(), 0.1), rank.rank)

@@ -4,7 +4,8 @@ Rows that other tests cover:
 - split_group, coalescing, get_error, set_timeout: test_backend_methods.py
 - coalesced send and recv, pipelines that pop one work of many (pytorch#132644, pytorch#152938):
   test_backend_methods.py, test_training_stacks.py
-- tags (pytorch#109401), both ranks send first: test_send_recv.py
+- tags (pytorch#109401): test_send_recv.py; both ranks send first, or recv first, more than a link
+  holds (torchcomms#2885, torchcomms#2992): test_random_messages.py
 - who shares a host (ROTA_HOST_ID): test_init.py; two groups over one store: test_backend.py
 """
 
@@ -24,7 +25,6 @@ from ranks import Rank, Ranks, check_error, error_of, on_ranks
 from several_hosts import default_group
 
 CPU = torch.device("cpu")
-LONG = 600_000  # elements of float32: more than a link of two ranks holds
 
 
 def reduced(value: float, group: Any = None) -> float:
@@ -103,33 +103,6 @@ def test_call_after_abort_or_shutdown_raises(rank: Rank, method: str) -> None:
     kind, text = error_of(reduced, 1.0)
     expected = {"abort": "rank 0 aborted", "shutdown": "closed"}[method]
     assert kind in ("RotaError", "PeerFailed") and expected in text, text
-
-
-@pytest.mark.parametrize("recv_first", [True, False], ids=["recv-first", "send-first"])
-@on_ranks(2)
-def test_same_order_of_send_and_recv_on_both_ranks_does_not_hang(
-    rank: Rank, recv_first: bool
-) -> None:
-    """torchcomms#2885 and torchcomms#2992, with messages that do not fit a link"""
-    rank.init()
-    peer = 1 - rank.rank
-    for number in range(3):
-        sent = torch.full((LONG,), float(10 * number + rank.rank))
-        output = torch.zeros(LONG)
-        operations = [
-            lambda output=output: dist.irecv(output, peer),
-            lambda sent=sent: dist.isend(sent, peer),
-        ]
-        works = [start() for start in (operations if recv_first else reversed(operations))]
-        for work in works:
-            work.wait(timedelta(seconds=20))
-        assert output.eq(10 * number + peer).all()
-    # Listed together, the recv first.
-    output = torch.zeros(LONG)
-    batch = [dist.P2POp(dist.irecv, output, peer), dist.P2POp(dist.isend, sent, peer)]
-    for work in dist.batch_isend_irecv(batch if recv_first else batch[::-1]):
-        work.wait(timedelta(seconds=20))
-    assert output.eq(20 + peer).all()
 
 
 @on_ranks(2)

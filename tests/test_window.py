@@ -121,7 +121,6 @@ def test_accumulate_sums_the_contributions_of_all_ranks(rank: Rank) -> None:
 @of_layouts(ONE_HOST, Layout((0, 0, 1)))
 @on_layout()
 def test_windows_of_several_groups_do_not_meet(rank: Rank) -> None:
-    """Windows of several groups, channels, and any of several signals."""
     rank.init()
     everyone = rota.Window(1, num_channels=3)
     pair = dist.new_group([1, 2])
@@ -150,7 +149,7 @@ def window_threads(windows: list[rota.Window]) -> int:
 
 @on_layout(TWO_BY_TWO)
 def test_windows_of_a_group_share_threads(rank: Rank) -> None:
-    """Windows of a group share what serves other hosts; with an engine it has its own."""
+    """With an engine, a window has its own."""
     rank.init("gloo")
     windows = [rota.Window(1) for _ in range(3)]
     assert window_threads(windows) == 2  # the ranks of the other host
@@ -277,7 +276,6 @@ def test_closed_window_gives_its_memory_back(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_memory_that_something_else_may_use_does_not_move(rank: Rank) -> None:
-    """A window would free the memory that something else uses."""
     rank.init()
     peer = 1 - rank.rank
     holders: dict[str, Callable[[torch.Tensor], object]] = {
