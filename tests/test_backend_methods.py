@@ -270,16 +270,13 @@ def test_timeout_of_the_first_call_bounds_its_connecting(rank: Rank) -> None:
 @on_ranks(2)
 def test_sparse_all_reduce_of_other_sizes_is_a_mismatch(rank: Rank) -> None:
     rank.init()
-    results = []
-    for tensor in (
-        torch.eye(3 + rank.rank).to_sparse(),
-        torch.ones(3, 2).to_sparse(sparse_dim=2 - rank.rank),
+    for tensor, *facts in (
+        (torch.eye(3 + rank.rank).to_sparse(), "of [3, 3] with sparse_dim 2", "of [4, 4] with"),
+        (
+            torch.ones(3, 2).to_sparse(sparse_dim=2 - rank.rank),
+            *(f"of [3, 2] with sparse_dim {dim}" for dim in (1, 2)),
+        ),
     ):
-        error = error_of(dist.all_reduce, tensor)
+        check_error(error_of(dist.all_reduce, tensor), "Mismatch", *facts)
         dist.all_reduce(after := torch.ones(1))
-        results.append((*error, after.item()))
-    for error, text, after in results:
-        assert (error, after) == ("Mismatch", 2.0), text
-    sizes, dims = (text for _, text, _ in results)
-    assert "of [3, 3] with sparse_dim 2" in sizes and "of [4, 4] with" in sizes, sizes
-    assert all(f"of [3, 2] with sparse_dim {dim}" in dims for dim in (1, 2)), dims
+        assert after.item() == 2.0

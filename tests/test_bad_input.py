@@ -37,13 +37,8 @@ DTYPES = "float32 | float64 | float16 | bfloat16 | uint8 | int64 | bool"
 CASES: dict[str, Case] = {
     # ---- all_reduce: arguments that are not tensors, or tensors that cannot be reduced
     "list": all_reduce("TypeError", "list | torch.Tensor", tensor=[1.0, 2.0]),
-    "none": all_reduce("TypeError", "NoneType | torch.Tensor", tensor=None),
-    "numpy": all_reduce("TypeError", "numpy.ndarray | torch.Tensor", tensor=floats().numpy()),
     "complex": all_reduce("TypeError", f"Complex | {DTYPES}", tensor=floats().cfloat()),
     "uint16": all_reduce("TypeError", f"UInt16 | {DTYPES}", tensor=floats().to(torch.uint16)),
-    "strange-float8": all_reduce(
-        "TypeError", f"Float8 | {DTYPES}", tensor=floats().to(torch.float8_e4m3fnuz)
-    ),
     "sparse-coo": all_reduce("TypeError", "Sparse | to_dense()", tensor=SPARSE),
     "sparse-csr": all_reduce("TypeError", "SparseCsr | to_dense()", tensor=SPARSE.to_sparse_csr()),
     "meta": all_reduce("TypeError", "meta | CPU", tensor=torch.ones(3, device="meta")),
@@ -69,9 +64,6 @@ CASES: dict[str, Case] = {
     "integer-wire": all_reduce("TypeError", "wire_dtype | int8 | float32", wire_dtype=torch.int8),
     "wire-of-integers": all_reduce(
         "TypeError", "wire_dtype | float16 | int64", tensor=INTEGERS, wire_dtype=torch.float16
-    ),
-    "complex-wire": all_reduce(
-        "TypeError", "wire_dtype | Complex | float16", wire_dtype=torch.complex64
     ),
     "wire-as-text": all_reduce("TypeError", "wire_dtype | str | torch.dtype", wire_dtype="float16"),
     "hop-as-number": all_reduce("TypeError", "hop_dtype | int | torch.dtype", hop_dtype=16),
@@ -229,14 +221,11 @@ CASES: dict[str, Case] = {
 def test_bad_argument_raises_at_once_and_the_group_goes_on(rank: Rank) -> None:
     """One rank makes a bad call; then all make a good one, which shows that nothing moved."""
     communicator = rank.communicator()
-    errors = {}
     for name, case in CASES.items():
         if rank.rank == 0:
-            errors[name] = error_of(case.call, communicator)
+            check_error(error_of(case.call, communicator), case.error, *case.facts.split(" | "))
         communicator.all_reduce(tensor := floats(3))
         assert tensor.tolist() == [2.0] * 3, name
-    for name, error in errors.items():
-        check_error(error, CASES[name].error, *CASES[name].facts.split(" | "))
 
 
 BACKEND_CALLS: dict[str, tuple[Callable[[], object], str]] = {
@@ -262,18 +251,16 @@ BACKEND_CALLS: dict[str, tuple[Callable[[], object], str]] = {
 def test_backend_bad_argument_raises_at_once_and_the_group_goes_on(rank: Rank) -> None:
     """Of an idle group, and of one with an earlier call in its queue."""
     rank.init()
-    errors = []
     for (call, facts), is_busy in itertools.product(BACKEND_CALLS.values(), (False, True)):
         work = dist.all_reduce(floats(), async_op=True) if is_busy else None
         if rank.rank == 0:
-            errors.append((error_of(call), facts))
+            kind, text = error_of(call)
+            assert kind in ("TypeError", "ValueError", "RuntimeError", "NotImplementedError"), text
+            assert all(fact in text for fact in facts.split(" | ")), text
         if work is not None:
             work.wait()
         dist.all_reduce(tensor := floats(3))
         assert tensor.tolist() == [2.0] * 3, facts
-    for (kind, text), facts in errors:
-        assert kind in ("TypeError", "ValueError", "RuntimeError", "NotImplementedError"), text
-        assert all(fact in text for fact in facts.split(" | ")), text
 
 
 @on_ranks(1, env={"ROTA_ISA": "avx1024"})

@@ -130,13 +130,12 @@ def test_batch_whose_messages_share_memory_is_refused_before_any_starts(rank: Ra
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    errors = []
     for batch in (
         ((dist.isend, x, peer), (dist.irecv, x, peer)),
         ((dist.irecv, x[:4], peer), (dist.irecv, x[3:7], peer)),
         ((dist.isend, x[:4], rank.rank), (dist.irecv, x[2:6], rank.rank)),
     ):
-        errors.append(error_of(run, *batch))
+        check_error(error_of(run, *batch), "ValueError", "share memory; give each its own")
         check_alive(rank)
     assert x.equal(torch.arange(8.0) + 8 * rank.rank)
     run((dist.isend, x[::2], peer), (dist.irecv, x[1::2], peer))
@@ -146,5 +145,3 @@ def test_batch_whose_messages_share_memory_is_refused_before_any_starts(rank: Ra
         dist.recv(torch.zeros(4), peer)
     run((dist.isend, x[:4], rank.rank), (dist.irecv, x[4:], rank.rank))
     assert x[:4].equal(x[4:])
-    for error in errors:
-        check_error(error, "ValueError", "share memory; give each its own")

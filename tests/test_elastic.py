@@ -58,8 +58,7 @@ def test_survivors_keep_their_order_and_newcomers_are_behind_them(
 @on_ranks(3)
 def test_member_leaves_in_agreement_and_comes_back_behind_the_others(rank: Rank, port: int) -> None:
     """Rank 0 leaves without an error of the others."""
-    store = store_of(port)
-    membership = Membership(store)
+    membership = Membership(store_of(port))
     generation = membership.next(min_members=3)
     history = [(generation.rank, generation.world_size)]
     leaver = generation.rank == 0
@@ -67,12 +66,12 @@ def test_member_leaves_in_agreement_and_comes_back_behind_the_others(rank: Rank,
     if leaver:
         membership.leave()
         assert membership.generation is None
-        store.wait(["without it"])
+        rank.await_word()
     else:
         generation = membership.next()
         history.append((generation.rank, generation.world_size))
         generation.communicator.barrier()
-        store.set("without it", "")
+        rank.say()
         while not generation.is_over():
             pass
     generation = membership.next()
@@ -95,13 +94,12 @@ def test_member_leaves_without_agreement_peers_raise_and_go_on(rank: Rank, port:
 
 @on_ranks(2)
 def test_finished_job_takes_no_newcomers(rank: Rank, port: int) -> None:
-    store = store_of(port)
-    membership = Membership(store)
+    membership = Membership(store_of(port))
     if rank.rank == 0:
         membership.next()
         membership.finish()
-        store.set("finished", "")
-    store.wait(["finished"])
+        rank.say()
+    rank.await_word()
     assert issubclass(Finished, rota.RotaError)
     with pytest.raises(Finished):
         membership.next()

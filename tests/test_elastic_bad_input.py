@@ -151,7 +151,7 @@ def test_reconfigure_takes_the_callers_members_and_order(rank: Rank, port: int) 
             assert generation.handles[generation.rank] == membership.handle
             generation.communicator.barrier()
             seen.append((generation.rank, generation.world_size))
-        store.wait([f"done {i}"]) if rank.rank not in order else store.set(f"done {i}", "")
+        rank.say(f"done {i}") if rank.rank in order else rank.await_word(f"done {i}")
     expected = {0: [(0, 3), (1, 2), (2, 3)], 1: [(1, 3), (0, 3)], 2: [(2, 3), (0, 2), (1, 3)]}
     assert seen == expected[rank.rank]
 
@@ -196,9 +196,10 @@ def test_reconfigure_with_a_member_that_dies_raises_on_the_others(rank: Rank, po
     membership = Membership(store)
     handles = exchange(rank, store, membership)
     if rank.rank == 1:
-        store.wait(["0 agrees", "2 agrees"])
+        rank.await_word("0 agrees")
+        rank.await_word("2 agrees")
         kill_self()
-    store.set(f"{rank.rank} agrees", "")
+    rank.say(f"{rank.rank} agrees")
     error = error_of(membership.reconfigure, "first", handles)
     check_error(error, "PeerFailed", f"rank 1, pid {Handle.parse(handles[1]).pid} ")
     assert membership.reconfigure("second", [handles[0], handles[2]]).world_size == 2

@@ -288,12 +288,11 @@ def close_all(rank: Rank, job: str) -> None:
 
 def lose_one_state(rank: Rank, job: str) -> None:
     with open_checkpoint(rank, job) as checkpoint:
-        store = rank.make_store()
         if rank.rank == 1:
             for memory in checkpoint._holdings.slots(1).memories.values():
                 memory.clear_head()
-            store.set("cleared", "")
-        store.wait(["cleared"])
+            rank.say()
+        rank.await_word()
         text = r"no step that all ranks have.*rank 0 has \[4\]; rank 1 has none$"
         with pytest.warns(UserWarning, match=f"(?s){text}"):
             assert checkpoint.load() is None

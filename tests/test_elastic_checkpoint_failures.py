@@ -137,25 +137,25 @@ def test_all_ranks_killed_at_random_times_go_on_with_a_whole_version() -> None:
 @on_ranks(3, killed=[1], timeout_s=120)
 def test_one_rank_starts_again_beside_one_that_lives_on(rank: Rank, job: str) -> None:
     """Ranks 0 and 1 save; rank 1 dies, and process 2 starts in its place."""
-    store, told = rank.make_store(), rank.make_store(timeout_s=120)
+    store = rank.make_store()
 
     def start(number: int) -> rota.checkpoint.Checkpoint:
         return rota.checkpoint.Checkpoint(store, "checkpoint", number, 2, job=job)
 
     if rank.rank == 2:
-        told.wait(["rank 1 is dead"])
+        rank.await_word("rank 1 is dead")
         checkpoint = start(1)
     else:
         checkpoint = start(rank.rank)
         save_steps(checkpoint, rank.rank, range(5), ELEMS)
     if rank.rank == 1:
-        told.wait(["saved"])
+        rank.await_word("saved")
         kill_self()
     if rank.rank == 0:
-        told.set("saved", "")
+        rank.say("saved")
         error = error_of(save_steps, checkpoint, 0, [5], ELEMS)
         check_error(error, "PeerFailed", "rank 1/2 (pid ", "has ended or closed")
-        told.set("rank 1 is dead", "")
+        rank.say("rank 1 is dead")
     number = min(rank.rank, 1)
     assert load_step(checkpoint, number) == 4
     save_steps(checkpoint, number, range(5, 8), ELEMS)
@@ -202,12 +202,9 @@ def test_keeper_ends_when_all_ranks_have_ended(ends: str, job: str) -> None:
     with Ranks(2, save_and_wait, job, 0.1 if ends == "killed" else 600) as ranks:
         pid, same_pid = ranks.hear_all()
         assert pid == same_pid
-        for rank in range(2):
-            if ends == "killed":
-                ranks.kill(rank)
-            else:
-                ranks.tell(rank)
-                ranks.hear_result(rank)
+        if ends == "closed":
+            ranks.tell_all()
+            ranks.results()
     wait_until_ended(pid)
 
 
@@ -226,8 +223,6 @@ def test_keeper_stays_for_a_launcher_and_ends_after_it(job: str) -> None:
     try:
         with Ranks(2, save_and_wait, job, 0.0, launcher.pid) as ranks:
             pid, _ = ranks.hear_all()
-            for rank in range(2):
-                ranks.kill(rank, joins=True)
         assert run_ranks(2, load_and_check, job, False) == [1, 1]
         launcher.kill()
         launcher.wait()
@@ -256,11 +251,8 @@ def test_killed_keeper_has_one_successor_with_all_versions(job: str) -> None:
         (pid,) = set(ranks.hear_all())
         os.kill(pid, signal.SIGKILL)
         wait_until_ended(pid)
-        for rank in range(3):
-            ranks.tell(rank)
+        ranks.tell_all()
         assert len(set(ranks.hear_all())) == 1
-        for rank in range(3):
-            ranks.kill(rank, joins=True)
     assert run_ranks(3, load_and_check, job) == [2] * 3
 
 

@@ -172,8 +172,7 @@ def save_until_dead(rank: Rank, job: str, stage: int) -> None:
 def test_host_lost_at_any_stage_leaves_a_whole_version_on_the_next(stage: int, job: str) -> None:
     with Ranks(2, save_until_dead, job, stage) as ranks:
         pid, _ = ranks.hear_all()
-        for rank in range(2):
-            ranks.tell(rank)
+        ranks.tell_all()
         ranks._processes[0].join()
         kill_keeper(pid)
         if stage == 0:

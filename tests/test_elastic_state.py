@@ -191,17 +191,16 @@ def train_one_step(rank: Rank, port: int) -> tuple[Membership, Trainee]:
 def test_newcomers_get_all_of_the_state_and_train_on_with_its_bits(rank: Rank, port: int) -> None:
     """Process 0 trains for 3 steps; then 1 and 2 join, with other seeds; then all train on."""
     expected = [alone(num_steps) for num_steps in (3, 5)]
-    store = store_of(port)
-    membership = Membership(store)
+    membership = Membership(store_of(port))
     if rank.rank == 0:
         generation = membership.next()
         trainee = Trainee(seed=1)
         assert not trainee.state.synchronize(generation)
         for _ in range(3):
             trainee.step()
-        store.set("trained", "")
+        rank.say()
     else:
-        store.wait(["trained"])
+        rank.await_word()
         trainee = Trainee(seed=rank.rank + 10)
         # One of them reserves its memory before.
         assert rank.rank == 1 or trainee.state.take(Reservation(membership))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import rota
 from heap import heap_bytes
 from oracle import DTYPES, assert_same, exact_inputs, name_of, ops_of, random_patterns
-from ranks import Rank, Ranks, on_ranks
+from ranks import Rank, kill_self, on_ranks
 
 SLOT_BYTES = 4096
 MAILBOX_BYTES = 64 << 10
@@ -218,19 +218,15 @@ def test_mismatch_writes_nothing_and_the_group_goes_on(rank: Rank) -> None:
     assert torch.equal(same, torch.full_like(same, rank.world_size))
 
 
-def wait_for_the_dead(rank: Rank) -> None:
+@on_ranks(3, killed=[1])
+def test_death_of_a_peer_is_an_error(rank: Rank) -> None:
     communicator = rank.communicator(timeout_s=30)
     tensor = rota.empty(LONG)
     communicator.all_reduce(tensor)
-    rank.tell()
     if rank.rank == 1:
-        time.sleep(60)
+        time.sleep(0.1)  # the others wait for it
+        kill_self()
     with pytest.raises(rota.PeerFailed, match=r"rank 1 \(pid \d+\) has died"):
         communicator.all_reduce(tensor)
     # The memory is still there, and other groups may use it.
     assert rota.empty(LONG).count_nonzero() == 0
-
-
-def test_death_of_a_peer_is_an_error() -> None:
-    with Ranks(3, wait_for_the_dead) as ranks:
-        ranks.results_without(1)

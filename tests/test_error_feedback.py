@@ -324,8 +324,10 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
     """The next gradients are those of the original, for the same model and for its copy."""
     rank.init("gloo")
     batches = [random_inputs(2, 2050 + i, torch.float32)[rank.rank] for i in range(2)]
-    errors = []
-    for has_model in (False, True):
+    for has_model, *pickled in (
+        (False, "RuntimeError", "HookState(model=ddp"),
+        (True, "TypeError", "save state_dict()"),
+    ):
         model = ExactGradients()
         state = rota.HookState(model=model if has_model else None, **UNSCALED)
         ddp = fused_ddp(model, state)
@@ -336,7 +338,7 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
         ]
         average = copy.deepcopy(ddp)  # as torch.optim.swa_utils.AveragedModel does
         copies.append((average.module, average._comm_hooks[0][1]))
-        errors.append(error_of(pickle.dumps, state))
+        check_error(error_of(pickle.dumps, state), *pickled)
         ddp.zero_grad()
         ddp(batches[1]).backward()
         expected = gradients_of(ddp)
@@ -346,9 +348,6 @@ def test_copied_state_goes_on_and_one_that_could_not_is_not_pickled(rank: Rank) 
             again(batches[1]).backward()
             assert torch.equal(gradients_of(again), expected)
             assert not has_model or len(other.state_dict()["residuals"]) == 5
-    without_model, with_model = errors
-    check_error(without_model, "RuntimeError", "HookState(model=ddp")
-    check_error(with_model, "TypeError", "save state_dict()")
 
 
 # ---- results that are not used

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from checkpoints import wait_until_ended
+from ranks import Rank, Ranks, check_error, error_of, kill_self, on_ranks
 from rota.checkpoint import Checkpoint
 from rota.weights import WeightStore
 
@@ -71,15 +72,19 @@ def test_peer_killed_during_all_reduce_raises_peer_failed(
             check_error(error, "PeerFailed", "the group is dead", died)
 
 
-def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
-    """The last rank never enters the collective: it waits for a note that is never sent."""
+USES = ("communicator", "broadcast", "all_gather", "barrier", "dist", "dist.barrier", "work")
+
+
+@pytest.mark.parametrize("use", [*USES, "future", "then"])
+@on_ranks(3, killed=[2])
+def test_peer_killed_before_it_enters_raises_peer_failed(rank: Rank, use: str) -> None:
     rank.init()
     communicator = rota.Communicator()
     tensor = torch.ones(100_000)
     dist.barrier()
-    rank.tell()
-    if rank.rank == rank.world_size - 1:
-        rank.hear()
+    if rank.rank == 2:
+        time.sleep(0.1)  # the others wait for it
+        kill_self()
     calls: dict[str, Callable[[], object]] = {
         "communicator": lambda: communicator.all_reduce(tensor),
         "broadcast": lambda: communicator.broadcast(tensor, rank.world_size - 1),
@@ -96,29 +101,12 @@ def reduce_when_told(rank: Rank, use: str) -> list[tuple[str, str]]:
             .wait()
         ),
     }
-    return [error_of(calls[use]), error_of(calls[use])]
-
-
-USES = ("communicator", "broadcast", "all_gather", "barrier", "dist", "dist.barrier", "work")
-
-
-@pytest.mark.parametrize("use", [*USES, "future"])
-def test_peer_killed_before_it_enters_raises_peer_failed(use: str) -> None:
-    with Ranks(3, reduce_when_told, use) as ranks:
-        results = ranks.results_without(2)
-        pid = ranks.pid(2)
-    for first, second in results[:2]:
-        check_error(first, "PeerFailed", f"rank 2 (pid {pid}) has died")
-        check_error(second, "PeerFailed", "the group is dead")
-
-
-def test_peer_killed_before_it_enters_fails_the_chained_future() -> None:
-    """torch turns an exception that passes a Python callback into a RuntimeError with its text."""
-    with Ranks(2, reduce_when_told, "then") as ranks:
-        first, _ = ranks.results_without(1)[0]
-    assert first[0] in ("PeerFailed", "RuntimeError")
-    assert "PeerFailed" in first[0] + first[1]
-    assert "has died" in first[1]
+    for fact in (f"rank 2 (pid {rank.pid_of(2)}) has died", "the group is dead"):
+        kind, text = error_of(calls[use])
+        if use == "then" and kind == "RuntimeError":
+            # torch's, with the text of an exception that passes a Python callback
+            kind, text = "PeerFailed", text.partition("PeerFailed")[2]
+        check_error((kind, text), "PeerFailed", fact)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +159,10 @@ def test_timeout_names_the_peer_and_the_late_peer_learns_of_it(rank: Rank) -> No
     check_error(later, "Timeout", "the group is dead")
 
 
-def be_late(rank: Rank, world_size: int) -> float:
+def be_late(rank: Rank) -> float:
     communicator = rank.communicator()
     communicator.barrier()
-    if rank.rank == world_size - 1:
+    if rank.rank == 2:
         rank.hear()
     tensor = torch.full((100_000,), float(rank.rank))
     communicator.all_reduce(tensor)
@@ -183,7 +171,7 @@ def be_late(rank: Rank, world_size: int) -> float:
 
 
 def test_slow_peer_is_named_once_on_stderr_and_then_awaited() -> None:
-    with Ranks(3, be_late, 3) as ranks:
+    with Ranks(3, be_late) as ranks:
         ranks.wait_for_stderr(0)
         ranks.wait_for_stderr(1)
         time.sleep(1.2)  # long enough for an unwanted second line
@@ -197,11 +185,25 @@ def test_slow_peer_is_named_once_on_stderr_and_then_awaited() -> None:
             assert fact in lines[rank][0]
 
 
-def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
+@pytest.mark.parametrize(
+    ("what", "num_hosts"),
+    [
+        *itertools.product(("new_group", "Communicator", "Window"), (1, 2)),
+        *(("publish", 1), ("load", 1), ("save", 1)),
+    ],
+)
+@on_ranks(3, killed=[1, 2])
+def test_who_waits_to_make_something_with_a_dead_rank_is_told(
+    rank: Rank, what: str, num_hosts: int
+) -> None:
     os.environ["ROTA_HOST_ID"] = f"host{rank.rank % num_hosts}"
     rank.init(timeout_s=600)
-    rank.tell()
-    rank.hear()  # that the others are dead
+    if rank.rank > 0:
+        rank.say(f"{rank.rank} is there")
+        kill_self()
+    for other in (1, 2):
+        rank.await_word(f"{other} is there")
+        wait_until_ended(rank.pid_of(other))
     store, state = rank.make_store(), {"a": torch.ones(2)}
 
     def checkpoint() -> Checkpoint:
@@ -215,44 +217,22 @@ def make_something(rank: Rank, what: str, num_hosts: int) -> tuple[str, str]:
         "Window": lambda: rota.Window(3),
         "new_group": lambda: dist.barrier(dist.new_group([0, 1], backend="rota")),
     }
-    return error_of(makers[what])
-
-
-@pytest.mark.parametrize(
-    ("what", "num_hosts"),
-    [
-        *itertools.product(("new_group", "Communicator", "Window"), (1, 2)),
-        *(("publish", 1), ("load", 1), ("save", 1)),
-    ],
-)
-def test_who_waits_to_make_something_with_a_dead_rank_is_told(what: str, num_hosts: int) -> None:
-    with Ranks(3, make_something, what, num_hosts) as ranks:
-        ranks.hear_all()
-        ranks.kill(1)
-        ranks.kill(2)
-        ranks.tell(0)
-        (error, text), *_ = ranks.results(killed=[1, 2])
+    error, text = error_of(makers[what])
     dead = "has died" in text or "no sign of life" in text
     assert error == "PeerFailed" and dead, f"{error}: {text}"
 
 
-def start_over(rank: Rank) -> float | None:
+@on_ranks(3, killed=[2])
+def test_survivors_of_a_dead_group_can_make_a_new_one(rank: Rank) -> None:
     rank.init()
     communicator = rota.Communicator()
-    rank.tell()
     if rank.rank == 2:
-        rank.hear()
-    with_error = error_of(communicator.all_reduce, torch.ones(3))
-    assert with_error[0] == "PeerFailed"
+        kill_self()
+    check_error(error_of(communicator.all_reduce, torch.ones(3)), "PeerFailed")
     dist.destroy_process_group()
     rank.world_size = 2
     rank.init()
-    tensor = torch.full((100_000,), 1.0)
+    tensor = torch.ones(100_000)
     rota.Communicator().all_reduce(tensor)
     dist.all_reduce(tensor)
-    return tensor[-1].item()
-
-
-def test_survivors_of_a_dead_group_can_make_a_new_one() -> None:
-    with Ranks(3, start_over) as ranks:
-        assert ranks.results_without(2) == [4.0, 4.0, None]
+    assert tensor[-1].item() == 4.0

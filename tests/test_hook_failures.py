@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from ranks import Rank, check_error, error_of, kill_self, on_ranks
 
 HOOKS = {"allreduce": rota.allreduce_hook, "fp16_compress": rota.fp16_compress_hook}
 
@@ -35,24 +35,20 @@ def make_trained_ddp(hook: Any) -> DistributedDataParallel:
     return model
 
 
-def train_until_error(rank: Rank, backend: str, name: str) -> list[tuple[str, str]]:
-    rank.init(backend)
-    model = make_trained_ddp(HOOKS[name])
-    rank.tell()
-    if rank.rank == 1:
-        rank.hear()  # waits for a note that is never sent
-    return [error_of(step, model), error_of(step, model)]
-
-
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("backend", ["gloo", "rota"])
-def test_hook_peer_killed_raises_peer_failed_from_backward(backend: str, name: str) -> None:
-    with Ranks(3, train_until_error, backend, name) as ranks:
-        results = ranks.results_without(1)
-        pid = ranks.pid(1)
-    for first, second in (results[0], results[2]):
-        check_error(first, "PeerFailed", f"rank 1 (pid {pid}) has died", "rota.all_reduce")
-        assert second[0] in ("PeerFailed", "RuntimeError"), second[1]
+@on_ranks(3, killed=[1])
+def test_hook_peer_killed_raises_peer_failed_from_backward(
+    rank: Rank, backend: str, name: str
+) -> None:
+    rank.init(backend)
+    model = make_trained_ddp(HOOKS[name])
+    dist.barrier()
+    if rank.rank == 1:
+        kill_self()
+    died = f"rank 1 (pid {rank.pid_of(1)}) has died"
+    check_error(error_of(step, model), "PeerFailed", died, "rota.all_reduce")
+    assert error_of(step, model)[0] in ("PeerFailed", "RuntimeError")
 
 
 @on_ranks(2)
@@ -103,14 +99,12 @@ def test_hook_peers_are_told_of_another_engine(rank: Rank) -> None:
     rank.init("gloo", timeout_s=20.0)
     engine = dist.new_group(backend="gloo")
     weight = torch.nn.Parameter(torch.zeros(3))
-    errors = []
-    for given in (None, engine if rank.rank == 0 else None):
+    mine = rank.rank == 0
+    told = ("ValueError" if mine else "PeerFailed", "already has no engine")
+    for given, expected in ((None, ("nothing",)), (engine if mine else None, told)):
         state = rota.HookState(wire_dtype=torch.float32, engine=given)
         weight.grad = torch.ones(3)
-        errors.append(error_of(rota.reduce_gradients, [weight], state))
-    check_error(errors[0], "nothing")
-    kind = "ValueError" if rank.rank == 0 else "PeerFailed"
-    check_error(errors[1], kind, "already has no engine")
+        check_error(error_of(rota.reduce_gradients, [weight], state), *expected)
 
 
 @pytest.mark.parametrize("has_trained", [False, True], ids=["first", "later"])

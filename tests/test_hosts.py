@@ -217,8 +217,7 @@ def test_nothing_is_left_after_an_error(error: type[BaseException]) -> None:
     num_descriptors = own_process.num_descriptors()
     with pytest.raises(error), Hosts((2, 2), RATE) as hosts, hosts.start(wait_for_note) as ranks:
         inodes = inodes_of(hosts)
-        for rank in range(4):
-            ranks.hear(rank)
+        ranks.hear_all()
         assert own_links() == links
         assert inodes <= namespaces_in_use()
         raise error

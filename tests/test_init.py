@@ -112,23 +112,16 @@ def small_cgroup() -> Iterator[Path]:
         cgroup.rmdir()
 
 
-def test_memory_beyond_the_containers_limit_is_an_error(small_cgroup: Path) -> None:
+@on_ranks(1)
+def test_memory_beyond_the_containers_limit_is_an_error(rank: Rank, small_cgroup: Path) -> None:
     """Reserving it would trigger the OOM killer, which kills a rank without any message."""
-    error, text, total = run_ranks(1, reserve_in_cgroup, small_cgroup)[0]
-    assert error == "TransportError", text
-    assert "cannot reserve" in text and "slot_bytes" in text
-    free = int(text.split(" bytes free")[0].split()[-1])
-    assert (128 << 20) < free <= (256 << 20)
-    assert total == 1.0
-
-
-def reserve_in_cgroup(rank: Rank, cgroup: Path) -> tuple[str, str, float]:
     rank.init()
-    (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-    error, text = error_of(rota.Communicator, slot_bytes=256 << 20)
-    tensor = torch.ones(1)
-    rota.Communicator().all_reduce(tensor)
-    return error, text, tensor.item()
+    (small_cgroup / "cgroup.procs").write_text(str(os.getpid()))
+    error = error_of(rota.Communicator, slot_bytes=256 << 20)
+    check_error(error, "TransportError", "cannot reserve", "slot_bytes")
+    free = int(error[1].split(" bytes free")[0].split()[-1])
+    assert (128 << 20) < free <= (256 << 20)
+    rota.Communicator().all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(

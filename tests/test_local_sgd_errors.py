@@ -67,14 +67,13 @@ def test_a_difference_that_is_not_finite_is_dropped_on_all_ranks(rank: Rank, val
 @on_ranks(2)
 def test_a_rank_that_takes_fewer_steps_is_named(rank: Rank) -> None:
     rank.init(timeout_s=2.0)
-    store = rank.make_store()
     model = make_model()
     outer = LocalSGD(model, 2)
     train(rank, model, outer, range(2))
     if rank.rank == 0:
         check_error(error_of(train, rank, model, outer, range(2)), "Timeout", "rank 1")
-        store.set("told", "")
-    store.wait(["told"])
+        rank.say()
+    rank.await_word()
 
 
 @on_ranks(2)

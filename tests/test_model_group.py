@@ -124,7 +124,6 @@ def test_inf_in_one_stage_skips_the_step_of_a_loss_that_is_not_the_last(rank: Ra
 def test_stage_without_gradients_clips_and_scales_as_the_others(rank: Rank) -> None:
     """The first stage has no gradient: its weights are frozen, unused, or there are none."""
     rank.init("rota")
-    seen = []
     for kind in ("frozen", "unused", "empty"):
         stage = ExactGradients()
         if rank.rank == 0 and kind == "frozen":
@@ -146,9 +145,7 @@ def test_stage_without_gradients_clips_and_scales_as_the_others(rank: Rank) -> N
         if rank.rank == 1 or kind == "unused":  # others have nothing to optimize
             scaler.step(torch.optim.SGD(stage.parameters(), 1.0))
         scaler.update()
-        seen.append((norm.item(), error, scaler.get_scale()))
-    for norm, error, scale in seen:
-        assert not math.isfinite(norm) and error == "RuntimeError" and scale == 4.0
+        assert not norm.isfinite() and error == "RuntimeError" and scaler.get_scale() == 4.0
 
 
 # ---- DTensors tell their replicas themselves

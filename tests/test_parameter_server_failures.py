@@ -192,7 +192,6 @@ def test_optimizer_state_that_grows_is_refused_with_the_remedy(rank: Rank) -> No
 def test_ctrl_c_in_a_wait_raises_keyboard_interrupt(rank: Rank, where: str) -> None:
     """And the process ends, though it still serves."""
     init(rank)
-    store = rank.make_store()
     waiting = 1 if where == "serve" else 0
     servers = [1] if where == "serve" else None
     server = ParameterServer([nn.Parameter(torch.zeros(5))], OPTIMIZERS["sum"], servers=servers)
@@ -204,8 +203,8 @@ def test_ctrl_c_in_a_wait_raises_keyboard_interrupt(rank: Rank, where: str) -> N
         }
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         assert error_of(calls[where])[0] == "KeyboardInterrupt"
-        store.set("interrupted", "")
-    store.wait(["interrupted"])
+        rank.say()
+    rank.await_word()
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

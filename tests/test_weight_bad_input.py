@@ -131,24 +131,23 @@ def test_publishers_of_different_versions_get_an_error(rank: Rank) -> None:
     store = rank.make_store()
     shards = {"w": WeightShard((2,), (rank.rank,), (1,))}
     publisher = WeightStore(store, rank=rank.rank, num_publishers=2, shards=shards)
-    turns = rank.make_store()
     publisher.publish(1, {"w": torch.full((1,), 1.0)})
     message = r"publication 2 is version .* on publisher .*, but version .* on publisher "
     if rank.rank == 0:
         publisher.publish(2, {"w": torch.full((1,), 2.0)})
-        turns.set("published", "")
-        turns.wait(["refused"])
+        rank.say("published")
+        rank.await_word("refused")
         assert WeightStore(store).pull()[0] == 2
     else:
-        turns.wait(["published"])
+        rank.await_word("published")
         with pytest.raises(rota.Mismatch, match=message):
             publisher.publish(3, {"w": torch.full((1,), 3.0)})
         version, weights = WeightStore(store).pull()
         assert version == 1 and weights["w"].tolist() == [1, 1]  # nothing was half applied
         publisher.publish(2, {"w": torch.full((1,), 2.0)})
-        turns.set("refused", "")
-        turns.wait(["end"])
-    turns.set("end", "")
+        rank.say("refused")
+        rank.await_word("end")
+    rank.say("end")
 
 
 @on_ranks(2)
@@ -160,10 +159,10 @@ def test_failure_of_one_publisher_reaches_the_other(rank: Rank) -> None:
     text = "its shard is [1:4] of (4,)"
     if rank.rank == 1:
         check_error(error, "ValueError", text)
-        store.wait(["end"])  # the failure of a process that has ended could be an old one
+        rank.await_word("end")  # the failure of a process that has ended could be an old one
     else:
         check_error(error, "TransportError", "publisher 1/2", text)
-    store.set("end", "")
+    rank.say("end")
 
 
 @pytest.mark.parametrize(
@@ -211,10 +210,10 @@ def test_reader_on_another_host_is_refused(rank: Rank) -> None:
     if rank.rank == 0:
         publisher = WeightStore(store, rank=0)
         publisher.publish(1, {"w": torch.ones(2)})
-        store.wait(["end"])
+        rank.await_word("end")
     else:
         with pytest.raises(
             rota.TransportError, match="is on host host0, this process on host host1"
         ):
             WeightStore(store).pull()
-        store.set("end", "")
+        rank.say("end")

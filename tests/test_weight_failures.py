@@ -130,10 +130,10 @@ def test_killed_or_stopped_reader_changes_nothing_for_others(signum: signal.Sign
 # ---- publishers that end -------------------------------------------------------------------------
 
 
-def await_death_of_publisher(store: dist.Store) -> int:
-    """Tells the publisher that this reader is ready, and returns its pid when it has ended."""
-    pid = int(store.get("publisher"))
-    store.set("ready", "")
+def await_death_of_publisher(rank: Rank) -> int:
+    """Tells rank 0, which publishes, that this reader is ready; its pid when it has ended."""
+    pid = rank.pid_of(0)
+    rank.say()
     wait_until_ended(pid)
     return pid
 
@@ -144,17 +144,16 @@ def test_killed_publisher_leaves_the_last_whole_version(rank: Rank, is_publishin
     store = rank.make_store()
     if rank.rank == 0:
         publisher = WeightStore(store, rank=0)
-        store.set("publisher", str(os.getpid()))
         for version in itertools.count(1):
             publisher.publish(version, weights_of(version))
             if version == 5:
-                store.wait(["ready"])
+                rank.await_word()
                 if not is_publishing:
                     kill_self()
                 threading.Timer(0.02, kill_self).start()
     reader = WeightStore(store)
     reader.pull(at_least=5)
-    pid = await_death_of_publisher(store)
+    pid = await_death_of_publisher(rank)
     reader._reader._results.clear()
     version, weights = reader.pull()
     assert is_whole(version, weights)
@@ -175,15 +174,14 @@ def test_last_version_outlives_a_store_in_the_publishers_process(rank: Rank) -> 
     if rank.rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting.set("port", str(server.port))
-        meeting.set("publisher", str(os.getpid()))
         publisher = WeightStore(server, rank=0)
         publisher.publish(3, weights_of(3))
-        meeting.wait(["ready"])
+        rank.await_word()
         kill_self()
     port = int(meeting.get("port"))
     reader = WeightStore(dist.TCPStore("127.0.0.1", port, is_master=False))
     reader.pull()
-    await_death_of_publisher(meeting)
+    await_death_of_publisher(rank)
     version, weights = reader.pull()
     assert version == 3 and is_whole(version, weights)
     with pytest.raises(rota.PeerFailed, match="publisher 0/1"):
@@ -196,9 +194,9 @@ def test_publisher_that_starts_again_takes_over(rank: Rank) -> None:
     if rank.rank == 2:
         reader = WeightStore(store)
         assert reader.pull()[0] == 10
-        await_death_of_publisher(store)
+        await_death_of_publisher(rank)
         assert reader.pull()[0] == 10
-        store.set("the next", "")
+        rank.say("the next")
         # Notices the new publisher without being told.
         version, weights = reader.pull()
         while version == 10:
@@ -207,19 +205,18 @@ def test_publisher_that_starts_again_takes_over(rank: Rank) -> None:
         assert version == 7 and is_whole(7, weights)
         version, weights = reader.pull(at_least=8)
         assert version == 8 and is_whole(8, weights)
-        return store.set("end", "")
+        return rank.say("end")
     if rank.rank == 1:
-        store.wait(["the next"])
+        rank.await_word("the next")
     publisher = WeightStore(store, rank=0)
     if rank.rank == 0:
         publisher.publish(10, weights_of(10))
-        store.set("publisher", str(os.getpid()))
-        store.wait(["ready"])
+        rank.await_word()
         kill_self()
     publisher.publish(7, weights_of(7))  # back to a checkpoint
     time.sleep(0.1)
     publisher.publish(8, weights_of(8))
-    store.wait(["end"])
+    rank.await_word("end")
 
 
 TRAINER = """
@@ -277,23 +274,23 @@ def test_publishers_that_start_again_together_go_on(rank: Rank) -> None:
     if rank.rank == 3:
         reader = WeightStore(store)
         assert is_whole(*reader.pull(at_least=2))
-        store.set("pulled", "")
-        store.wait(["3 is not whole"])
+        rank.say("pulled")
+        rank.await_word("3 is not whole")
         version, weights = reader.pull()
         assert version == 2 and is_whole(version, weights)
-        store.set("start again", "")
+        rank.say("start again")
         while version < 3:
             version, weights = reader.pull()
         assert version == 3 and is_whole(version, weights)
-        return store.set("end", "")
+        return rank.say("end")
     if rank.rank == 2:
-        store.wait(["start again"])
+        rank.await_word("start again")
         publisher = start(1)
     else:
         publisher = start(rank.rank)
         for version in (1, 2):
             publisher.publish(version, weights_of(version))
-        store.wait(["pulled"])
+        rank.await_word("pulled")
     if rank.rank == 1:
         kill_self()
     if rank.rank == 0:
@@ -301,12 +298,12 @@ def test_publishers_that_start_again_together_go_on(rank: Rank) -> None:
         publisher.publish(3, weights_of(3))
         with pytest.raises(rota.PeerFailed, match=r"publisher 1/2 of 'weights' \(pid \d+\) has"):
             publisher.publish(4, weights_of(4))
-        store.set("3 is not whole", "")
-        store.wait(["start again"])
+        rank.say("3 is not whole")
+        rank.await_word("start again")
         publisher.close()
         publisher = start(0)
     publisher.publish(3, weights_of(3))
-    store.wait(["end"])
+    rank.await_word("end")
 
 
 @on_ranks(2)
@@ -315,11 +312,11 @@ def test_ctrl_c_ends_a_wait(rank: Rank) -> None:
     if rank.rank == 0:
         publisher = WeightStore(store, rank=0)
         publisher.publish(1, weights_of(1, 4))
-        return store.wait(["end"])
+        return rank.await_word("end")
     reader = WeightStore(store)
     reader.pull()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     assert error_of(reader.pull, at_least=2)[0] == "KeyboardInterrupt"
     assert time.monotonic() - start < 1.1
-    store.set("end", "")
+    rank.say("end")

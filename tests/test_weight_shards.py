@@ -136,7 +136,7 @@ def test_fsdp_shards_reach_a_reader_outside_of_the_group(
         shard = WeightShard(tensor.shape, (0, half), (len(tensor), tensor.shape[1] - half))
         _, weights = WeightStore(store, shards={name: shard}).pull()
         assert weights.keys() == {name} and torch.equal(weights[name], tensor[:, half:])
-        store.set("end", "")
+        rank.say()
         return
     dist.init_process_group("gloo", store=group_store, rank=rank.rank, world_size=num_trainers)
     if len(mesh_shape) == 2:
@@ -148,7 +148,7 @@ def test_fsdp_shards_reach_a_reader_outside_of_the_group(
     publisher = WeightStore(store, group=dist.group.WORLD)
     publisher.publish(4, {name: tensor * 0 for name, tensor in model.state_dict().items()})
     publisher.publish(5, model.state_dict())
-    store.wait(["end"])
+    rank.await_word()
 
 
 class Strided(NamedTuple):
