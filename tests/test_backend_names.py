@@ -26,10 +26,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from models import make_model
 from ranks import Rank, check_error, error_of, on_ranks, run_ranks
-from test_training_stacks import train
+from test_training_stacks import run_on, train
 
 
-def autograd_collectives(rank: Rank, folder: str) -> list[Any]:
+def autograd_collectives(rank: Rank) -> list[Any]:
     """all_gather's backward pass and all_to_all have a way of their own for NCCL, and for Gloo."""
     weights = torch.arange(12.0) * (rank.rank + 1)
     calls: list[Callable[[torch.Tensor], Any]] = [
@@ -52,7 +52,7 @@ def autograd_collectives(rank: Rank, folder: str) -> list[Any]:
     return [*results, error_of(lambda: whole.sum().backward())]  # is for NCCL only
 
 
-def objects_and_groups(rank: Rank, folder: str) -> list[Any]:
+def objects_and_groups(rank: Rank) -> list[Any]:
     """Objects travel on the CPU; new groups have the backend of the old one."""
     other: list[Any] = [{"rank": rank.rank}]
     dist.broadcast_object_list(other, 1)
@@ -79,8 +79,9 @@ def objects_and_groups(rank: Rank, folder: str) -> list[Any]:
     return [other, everyones, gathered, scattered, sums, sorted(rows)]
 
 
-def fsdp_of_torch_1(rank: Rank, folder: str) -> list[Any]:
+def fsdp_of_torch_1(rank: Rank) -> list[Any]:
     """HYBRID_SHARD makes groups by the name of the old one's backend."""
+    warnings.simplefilter("ignore")  # torch advises against it
     losses: list[Any] = []
     for strategy in ShardingStrategy:
         if strategy == ShardingStrategy._HYBRID_SHARD_ZERO2:
@@ -98,26 +99,12 @@ def fsdp_of_torch_1(rank: Rank, folder: str) -> list[Any]:
     return losses
 
 
-def run_on(
-    rank: Rank, backend: str, part: Callable[[Rank, str], list[Any]], folder: str
-) -> list[Any]:
-    torch.set_num_threads(1)
-    rank.init(backend)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of FSDP 1, which torch advises against
-            return part(rank, folder)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("part", [autograd_collectives, objects_and_groups, fsdp_of_torch_1])
 def test_what_asks_for_the_name_gloo_has_the_same_results_on_rota(
-    part: Callable[[Rank, str], list[Any]], tmp_path: Path
+    part: Callable[[Rank], list[Any]],
 ) -> None:
-    on_rota = run_ranks(2, run_on, "rota", part, str(tmp_path / "rota"))
-    assert on_rota == run_ranks(2, run_on, "gloo", part, str(tmp_path / "gloo"))
+    on_rota, on_gloo = (run_ranks(2, run_on, backend, part) for backend in ("rota", "gloo"))
+    assert on_rota == on_gloo
 
 
 @on_ranks(2)

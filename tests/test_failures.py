@@ -24,7 +24,7 @@ FOREVER = 10**9
 WARM_UP = 20
 
 
-def reduce_until_error(rank: Rank, num_elems: int, algorithm: str) -> list[tuple[str, str]]:
+def reduce_until_error(rank: Rank, num_elems: int, algorithm: str, dead: int) -> None:
     options = {}
     if algorithm == "two_level":
         os.environ["ROTA_NUMA_NODE"] = str(rank.rank // 2)
@@ -39,12 +39,12 @@ def reduce_until_error(rank: Rank, num_elems: int, algorithm: str) -> list[tuple
         for _ in range(FOREVER):
             communicator.all_reduce(tensor, "sum", algorithm, **options)
 
+    died = f"rank {dead} (pid {rank.pid_of(dead)}) has died"
     first = error_of(loop)
-    return [
-        first,
-        error_of(communicator.all_reduce, tensor),
-        error_of(communicator.barrier),
-    ]
+    assert first[1].startswith(f"rota.all_reduce: rank {rank.rank}/{rank.world_size}"), first
+    check_error(first, "PeerFailed", died, "epoch", "step", "restart")
+    for call in (lambda: communicator.all_reduce(tensor), communicator.barrier):
+        check_error(error_of(call), "PeerFailed", "the group is dead", died)
 
 
 @pytest.mark.parametrize("victim", ["first", "last"])
@@ -60,16 +60,8 @@ def test_peer_killed_during_all_reduce_raises_peer_failed(
     world_size: int, algorithm: str, num_elems: int, victim: str
 ) -> None:
     dead = 0 if victim == "first" else world_size - 1
-    with Ranks(world_size, reduce_until_error, num_elems, algorithm) as ranks:
-        results = ranks.results_without(dead)
-        pid = ranks.pid(dead)
-    died = f"rank {dead} (pid {pid}) has died"
-    for rank in set(range(world_size)) - {dead}:
-        first, *later = results[rank]
-        assert first[1].startswith(f"rota.all_reduce: rank {rank}/{world_size}"), first
-        check_error(first, "PeerFailed", died, "epoch", "step", "restart")
-        for error in later:
-            check_error(error, "PeerFailed", "the group is dead", died)
+    with Ranks(world_size, reduce_until_error, num_elems, algorithm, dead) as ranks:
+        ranks.results_without(dead)
 
 
 USES = ("communicator", "broadcast", "all_gather", "barrier", "dist", "dist.barrier", "work")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, error_of
+from ranks import Rank, error_of, on_ranks
 from rota import _C
 
 CPU = torch.device("cpu")
@@ -126,14 +126,15 @@ def calls_of_window(window: rota.Window) -> Calls:
     return calls
 
 
-def call_everything(rank: Rank, what: str) -> list[str]:
+@pytest.mark.parametrize("what", ["connecting", "group", "communicator", "window"])
+@on_ranks(2, timeout_s=40)
+def test_no_method_waits_with_pythons_lock(rank: Rank, what: str) -> None:
     """Rank 1 makes none of the calls; the last ones of a list end all waits."""
     rank.init()
     calls: Calls
     if what == "connecting":  # a subgroup's first call, which waits until rank 1 has made it
         if rank.rank == 1:
-            rank.hear()
-            return []
+            return rank.await_word()
         group = dist.new_group([0, 1])
         calls, first = calls_of_backend(group), "second call"
     elif what == "group":
@@ -144,8 +145,7 @@ def call_everything(rank: Rank, what: str) -> list[str]:
     else:
         calls, first = calls_of_window(rota.Window(2)), "wait_signal"
     if rank.rank == 1:
-        rank.hear()
-        return []
+        return rank.await_word()
     threads: list[threading.Thread] = []
 
     def start(name: str) -> None:
@@ -160,12 +160,5 @@ def call_everything(rank: Rank, what: str) -> list[str]:
         start(name)
     for thread in threads:
         thread.join(20)
-    return [thread.name for thread in threads if thread.is_alive()]
-
-
-@pytest.mark.parametrize("what", ["connecting", "group", "communicator", "window"])
-def test_no_method_waits_with_pythons_lock(what: str) -> None:
-    with Ranks(2, call_everything, what, timeout_s=40) as ranks:
-        assert ranks.hear_result(0) == []
-        ranks.tell(1)
-        ranks.results()
+    rank.say()
+    assert [thread.name for thread in threads if thread.is_alive()] == []

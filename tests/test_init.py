@@ -44,24 +44,6 @@ def test_communicator_over_subgroup_counts_its_members_and_refuses_others(rank: 
     assert tensor.tolist() == [2.0] * 3
 
 
-@on_ranks(2)
-def test_communicators_of_one_process_do_not_meet(rank: Rank) -> None:
-    rank.init("gloo")
-    group = dist.new_group()
-    communicators = [
-        rota.Communicator(),
-        rota.Communicator(slot_bytes=4096),
-        rota.Communicator(group, slot_bytes=1 << 20),
-        rota.Communicator(group),
-    ]
-    results = []
-    for number, communicator in enumerate(reversed(communicators)):
-        tensor = torch.full((30_000,), float(number + rank.rank))
-        communicator.all_reduce(tensor, algorithm="two_shot")
-        results.append(tensor[-1].item())
-    assert results == [1.0, 3.0, 5.0, 7.0]
-
-
 @on_ranks(1)
 def test_communicator_before_init_raises_value_error(rank: Rank) -> None:
     check_error(error_of(rota.Communicator), "ValueError", "init_process_group")

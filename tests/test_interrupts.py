@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from ranks import Rank, check_error, error_of, on_ranks
 
 PROMPT_S = 5.0  # the contract says 200 ms; on a busy machine, a test can only rule out a time-out
 IN_THE_WAIT_S = 0.3
@@ -22,7 +23,15 @@ USES = ("communicator", "large", "broadcast", "barrier", "dist", "dist.barrier",
 USES += ("behind-async", "close", "recv")
 
 
-def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], float]:
+def interrupt_in_the_wait() -> None:
+    threading.Timer(IN_THE_WAIT_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_ctrl_c_in_a_wait_raises_keyboard_interrupt_and_peers_are_told(
+    rank: Rank, use: str
+) -> None:
     """Rank 0 waits for rank 1, which calls only after rank 0 was interrupted."""
     rank.init()
     communicator = rota.Communicator()
@@ -44,53 +53,29 @@ def wait_and_be_interrupted(rank: Rank, use: str) -> tuple[tuple[str, str], floa
     }
     dist.barrier()
     if rank.rank == 0:
-        rank.tell()
-        error = error_of(calls[use])
-        noticed = time.monotonic()
-        return error, noticed
-    rank.hear()
+        interrupt_in_the_wait()
+        began = time.monotonic()
+        check_error(error_of(calls[use]), "KeyboardInterrupt")
+        assert time.monotonic() - began < IN_THE_WAIT_S + PROMPT_S
+        rank.say()
+        return
+    rank.await_word()
     # If rank 0 had already done its part, the first call may still complete.
     if use in ("behind-async", "close"):
         use = "communicator"
     errors = [error_of(calls[use]) for _ in range(2)]
-    return next((error for error in errors if error[0] != "nothing"), errors[0]), 0.0
+    error = next((error for error in errors if error[0] != "nothing"), errors[0])
+    check_error(error, "PeerFailed", f"rank 0 (pid {rank.pid_of(0)})")
 
 
-@pytest.mark.parametrize("use", USES)
-def test_ctrl_c_in_a_wait_raises_keyboard_interrupt_and_peers_are_told(use: str) -> None:
-    with Ranks(2, wait_and_be_interrupted, use) as ranks:
-        ranks.hear(0)
-        time.sleep(IN_THE_WAIT_S)  # nothing shows from outside whether a rank waits
-        sent = time.monotonic()
-        ranks.kill(0, signal.SIGINT)
-        ranks.hear_result(0)
-        ranks.tell(1)
-        ((error, text), noticed), ((peer_error, peer_text), _) = ranks.results()
-        pid = ranks.pid(0)
-    assert error == "KeyboardInterrupt", text
-    assert noticed - sent < PROMPT_S
-    assert peer_error == "PeerFailed", peer_text
-    assert f"rank 0 (pid {pid})" in peer_text
-
-
-def be_interrupted_in_init(rank: Rank) -> tuple[str, str]:
+@on_ranks(2, timeout_s=15)
+def test_ctrl_c_while_a_communicator_is_made_raises_keyboard_interrupt(rank: Rank) -> None:
     rank.init()
     if rank.rank == 1:
-        rank.hear()
-        return "", ""
-    rank.tell()
-    return error_of(rota.Communicator)
-
-
-def test_ctrl_c_while_a_communicator_is_made_raises_keyboard_interrupt() -> None:
-    with Ranks(2, be_interrupted_in_init, timeout_s=15) as ranks:
-        ranks.hear(0)
-        time.sleep(IN_THE_WAIT_S)
-        ranks.kill(0, signal.SIGINT)
-        error, text = ranks.hear_result(0)
-        ranks.tell(1)
-        ranks.results()
-    assert error == "KeyboardInterrupt", text
+        return rank.await_word()
+    interrupt_in_the_wait()
+    check_error(error_of(rota.Communicator), "KeyboardInterrupt")
+    rank.say()
 
 
 def run_in_child(call: Callable[[], object], timeout_s: float = 10.0) -> tuple[str, str]:
@@ -114,11 +99,8 @@ def run_in_child(call: Callable[[], object], timeout_s: float = 10.0) -> tuple[s
 
 
 @pytest.mark.parametrize("used_async", [False, True], ids=["fresh", "after-async"])
-@pytest.mark.parametrize("use", ["all_reduce", "barrier", "send", "async", "future", "dist"])
 @on_ranks(2)
-def test_forked_child_use_raises_and_the_parent_goes_on(
-    rank: Rank, use: str, used_async: bool
-) -> None:
+def test_forked_child_use_raises_and_the_parent_goes_on(rank: Rank, used_async: bool) -> None:
     rank.init()
     communicator = rota.Communicator()
     communicator.barrier()
@@ -134,10 +116,12 @@ def test_forked_child_use_raises_and_the_parent_goes_on(
         "future": lambda: communicator.all_reduce_future(tensor, "avg", None).wait(),
         "dist": lambda: dist.all_reduce(tensor),
     }
-    error = run_in_child(calls[use])
+    for name, call in calls.items():
+        error, text = run_in_child(call)
+        facts = "parent process" in text and "after fork" in text
+        assert error == "RotaError" and facts, f"{name}: {error}: {text}"
     communicator.all_reduce(tensor)
     dist.all_reduce(tensor)
-    check_error(error, "RotaError", "parent process", "after fork")
     assert tensor.tolist() == [4.0] * 3
 
 

@@ -72,7 +72,6 @@ def test_as_expected_has_no_complaint() -> None:
     ("right", "wrong", "expected"),
     [
         ("LDG.E.128 ", "LDG.E.64 ", f"{DOUBLE} on sm_80: has no 16-byte loads"),
-        ("LDG.E.128 ", "LDS.128 ", f"{DOUBLE} on sm_80: has no 16-byte loads"),
         ("STG.E.128 ", "STG.E ", f"{DOUBLE} on sm_80: has no 16-byte stores"),
         ("LD.E.64.STRONG.SYS", "LD.E.64", f"{DOUBLE} on sm_80: has no loads at system scope"),
         ("ST.E.64.STRONG.SYS", "ST.E.64.STRONG.GPU", "has no stores at system scope"),

@@ -175,11 +175,10 @@ def test_two_jobs_at_once_share_no_memory() -> None:
     """vllm#33628, vllm#34169, vllm#40150; both have the same names of groups and the same ranks"""
     names = set(os.listdir("/dev/shm"))
     with Ranks(2, reduce_often) as first, Ranks(3, reduce_often) as second:
-        jobs = [(first, number) for number in range(2)] + [(second, number) for number in range(3)]
-        for job, number in jobs:
-            job.hear(number)
+        for job in (first, second):
+            job.hear_all()
         assert not [name for name in set(os.listdir("/dev/shm")) - names if "rota" in name]
-        for job, number in jobs:
-            job.tell(number)
+        for job in (first, second):
+            job.tell_all()
         assert first.results() == [3.0] * 2
         assert second.results() == [6.0] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from datetime import timedelta
 
 import torch
@@ -181,30 +181,22 @@ def test_ctrl_c_ends_a_wait(layout: Layout) -> None:
         ranks.results()
 
 
-def put_until_interrupted(rank: Rank) -> str | None:
+@on_layout(ONE_BY_ONE)
+def test_ctrl_c_ends_a_put_to_another_host_and_the_window_goes_on(rank: Rank) -> None:
     rank.init("gloo")
     window = rota.Window(8 << 20)
     if rank.rank == 1:
-        rank.hear()
-        return None
+        return rank.await_word()
     values = torch.ones(8 << 20)
-    rank.tell()
-    kind, _ = error_of(lambda: [window.put(values, 1) for _ in range(10_000)])
+    # It puts by then; if not yet, the interrupt comes a little earlier.
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    error = error_of(lambda: [window.put(values, 1) for _ in range(10_000)])
+    check_error(error, "KeyboardInterrupt")
     small, got = torch.full((3,), 5.0), torch.empty(3)
     window.put(small, 1)
     window.get(got, 1)
     assert torch.equal(got, small)
-    return kind
-
-
-def test_ctrl_c_ends_a_put_to_another_host_and_the_window_goes_on() -> None:
-    with ONE_BY_ONE.start(put_until_interrupted) as ranks:
-        ranks.hear(0)
-        time.sleep(0.1)  # it puts now; if not yet, the interrupt comes a little earlier
-        ranks.kill(0, signal.SIGINT)
-        assert ranks.hear_result(0) == "KeyboardInterrupt"
-        ranks.tell(1)
-        ranks.results()
+    rank.say()
 
 
 def time_out(rank: Rank) -> None:
