@@ -70,6 +70,12 @@ def save_steps(
         checkpoint.save(step, state_of(rank, step, num_elems))
 
 
+def save_and_leave(rank: Rank, job: str, steps: Iterable[int], **options: Any) -> None:
+    checkpoint = open_checkpoint(rank, job, **options)
+    save_steps(checkpoint, rank.rank, steps)
+    checkpoint.close(keep=True)
+
+
 def load_step(checkpoint: rota.checkpoint.Checkpoint, rank: int) -> int | None:
     """The step of the newest version, whose state is checked, or None."""
     found = checkpoint.load()

@@ -20,6 +20,7 @@ from checkpoints import (
     load_and_check,
     load_step,
     open_checkpoint,
+    save_and_leave,
     save_steps,
     state_of,
 )
@@ -139,12 +140,6 @@ def test_dtensors_are_saved_as_parts_and_filled_in_place(rank: Rank, job: str) -
         assert found[1]["w"] is into
         assert into.full_tensor().equal(whole)
         dist.barrier()
-
-
-def save_and_leave(rank: Rank, job: str, steps: range, **options: Any) -> None:
-    checkpoint = open_checkpoint(rank, job, **options)
-    save_steps(checkpoint, rank.rank, steps)
-    checkpoint.close(keep=True)
 
 
 def save_for_long(rank: Rank, job: str) -> None:

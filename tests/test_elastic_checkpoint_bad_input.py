@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from checkpoints import alone, load_step, open_checkpoint, save_steps, state_of
+from checkpoints import alone, load_step, open_checkpoint, save_and_leave, save_steps, state_of
 from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota import _C
 from rota.checkpoint import keeper
@@ -262,12 +262,6 @@ def test_different_steps_are_an_error_and_nothing_is_kept(rank: Rank, job: str) 
         assert load_step(checkpoint, rank.rank) == 8
 
 
-def save_and_leave(rank: Rank, job: str) -> None:
-    checkpoint = open_checkpoint(rank, job)
-    checkpoint.save(4, state_of(rank.rank, 4, 10))
-    checkpoint.close(keep=True)
-
-
 def load_with_fewer(rank: Rank, job: str) -> None:
     with open_checkpoint(rank, job) as checkpoint:
         fact = "step 4 was saved by 3 ranks, this job has 2"
@@ -277,7 +271,7 @@ def load_with_fewer(rank: Rank, job: str) -> None:
 
 
 def test_another_number_of_ranks_is_an_error_until_they_save(job: str) -> None:
-    run_ranks(3, save_and_leave, job)
+    run_ranks(3, save_and_leave, job, [4])
     run_ranks(2, load_with_fewer, job)
     run_ranks(3, close_all, job)
 
@@ -299,7 +293,7 @@ def lose_one_state(rank: Rank, job: str) -> None:
 
 
 def test_load_warns_if_only_some_ranks_have_a_version(job: str) -> None:
-    run_ranks(2, save_and_leave, job)
+    run_ranks(2, save_and_leave, job, [4])
     run_ranks(2, lose_one_state, job)
 
 

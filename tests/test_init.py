@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
+from ranks import Rank, check_error, error_of, on_ranks, run_ranks
 from rota import _C
 
 
@@ -183,19 +183,22 @@ def limit_and_make(rank: Rank, limit: str, amount: int) -> tuple[str, str]:
     return error_of(rota.Communicator, timeout=timedelta(seconds=2))
 
 
-def test_communicator_short_of_memory_raises_transport_error_with_need_and_have() -> None:
-    own, peer = run_ranks(2, limit_and_make, "bytes", 65536)
-    check_error(own, "TransportError", "bytes of shared memory", "free", "slot_bytes")
-    check_error(peer, "TransportError", "rank 0")
+@on_ranks(2)
+def test_communicator_short_of_memory_raises_transport_error_with_need_and_have(
+    rank: Rank,
+) -> None:
+    facts = (("bytes of shared memory", "free", "slot_bytes"), ("rank 0",))[rank.rank]
+    check_error(limit_and_make(rank, "bytes", 65536), "TransportError", *facts)
 
 
 @pytest.mark.parametrize("num_free", range(5))
-def test_communicator_short_of_descriptors_raises(num_free: int) -> None:
-    (error, text), (peer_error, peer_text) = run_ranks(2, limit_and_make, "descriptors", num_free)
-    # The test's store opens a file for each call, so it may fail first.
-    assert error in ("TransportError", "DistStoreError"), text
-    assert "open files" in text
-    assert peer_error in ("TransportError", "nothing"), peer_text  # it may lack nothing
+@on_ranks(2)
+def test_communicator_short_of_descriptors_raises(rank: Rank, num_free: int) -> None:
+    error, text = limit_and_make(rank, "descriptors", num_free)
+    # The test's store opens a file for each call, so it may fail first; the peer may lack nothing.
+    other = ("DistStoreError", "nothing")[rank.rank]
+    assert error in ("TransportError", other), text
+    assert rank.rank == 1 or "open files" in text
 
 
 @on_ranks(1)
@@ -221,28 +224,18 @@ def listening_name(pid: int) -> str | None:
     return None
 
 
-def connect_as_stranger(rank: Rank) -> list[float]:
+@on_ranks(2)
+def test_communicator_ignores_strangers_on_its_socket(rank: Rank) -> None:
     """Rank 1 sends garbage to the socket on which rank 0 listens."""
     rank.init("gloo")
-    rank.tell()
     if rank.rank == 1:
-        name = rank.hear()
+        deadline = time.monotonic() + 10
+        while (name := listening_name(rank.pid_of(0))) is None:
+            assert time.monotonic() < deadline, "rank 0 does not listen"
         for message in (b"", b"x" * 16):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.connect("\0" + name.removeprefix("@"))
                 if message:
                     stranger.send(message)
-    communicator = rota.Communicator()
-    tensor = torch.ones(3)
-    communicator.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def test_communicator_ignores_strangers_on_its_socket() -> None:
-    with Ranks(2, connect_as_stranger) as ranks:
-        ranks.hear_all()
-        deadline = time.monotonic() + 10
-        while (name := listening_name(ranks.pid(0))) is None:
-            assert time.monotonic() < deadline, "rank 0 does not listen"
-        ranks.tell(1, name)
-        assert ranks.results() == [[2.0] * 3] * 2
+    rota.Communicator().all_reduce(tensor := torch.ones(3))
+    assert tensor.tolist() == [2.0] * 3
