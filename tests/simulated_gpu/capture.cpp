@@ -106,8 +106,7 @@ extern "C" cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode
 }
 
 extern "C" cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     Stream& stream = stream_of(handle);
     require(!stream.is_default(), cudaErrorStreamCaptureUnsupported,
             "the default stream cannot be captured");
@@ -125,9 +124,8 @@ extern "C" cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCap
 }
 
 extern "C" cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
-  return call([&] {
+  return call_locked([&] {
     *graph = nullptr;
-    const std::lock_guard guard(runtime_mutex());
     const std::shared_ptr<Capture> capture = stream_of(handle).capture;
     require(capture != nullptr, cudaErrorIllegalState, "the stream is not captured");
     require(capture->origin == &stream_of(handle), cudaErrorStreamCaptureUnmatched);
@@ -157,8 +155,7 @@ extern "C" cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
                                                 const cudaGraphNode_t** dependencies,
                                                 const cudaGraphEdgeData** edges,
                                                 size_t* num_dependencies) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     const Stream& stream = stream_of(handle);
     *status = cudaStreamCaptureStatusNone;
     if (stream.capture == nullptr) return;

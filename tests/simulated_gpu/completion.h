@@ -2,48 +2,38 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace simulated_gpu {
 
+// Finished once.
 class Completion {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  void finish() {
-    const std::lock_guard guard(mutex_);
-    when_ = std::chrono::steady_clock::now();
-    is_done_ = true;
-    changed_.notify_all();
-  }
+  void finish() { done_.set_value(std::chrono::steady_clock::now()); }
   bool is_done() const {
-    const std::lock_guard guard(mutex_);
-    return is_done_;
+    return when_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
   }
-  void wait() const {
-    std::unique_lock guard(mutex_);
-    changed_.wait(guard, [&] { return is_done_; });
-  }
-  Time when() const {
-    const std::lock_guard guard(mutex_);
-    return when_;
-  }
+  void wait() const { when_.wait(); }
+  Time when() const { return when_.get(); }
 
  private:
-  mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
-  bool is_done_ = false;
-  Time when_;
+  std::promise<Time> done_;
+  const std::shared_future<Time> when_ = done_.get_future().share();
 };
 
 using CompletionPtr = std::shared_ptr<Completion>;
 
+// Null where there is nothing to wait for.
+inline void wait_for(const CompletionPtr& completion) {
+  if (completion != nullptr) completion->wait();
+}
 inline void wait_for_all(const std::vector<CompletionPtr>& completions) {
-  for (const CompletionPtr& completion : completions) completion->wait();
+  for (const CompletionPtr& completion : completions) wait_for(completion);
 }
 
 // What a stream's worker runs.

@@ -24,8 +24,8 @@ void check_range(const void* address, size_t num_bytes) {
 
 // From pageable memory the bytes have been read, to it they have been written, when this returns:
 // as on a GPU, where only the former is true of any size.
-void copy(void* dst, const void* src, size_t num_bytes, cudaStream_t handle) {
-  if (num_bytes == 0) return;
+CompletionPtr copy(void* dst, const void* src, size_t num_bytes, cudaStream_t handle) {
+  if (num_bytes == 0) return nullptr;
   check_range(dst, num_bytes);
   check_range(src, num_bytes);
   CompletionPtr done;
@@ -40,7 +40,8 @@ void copy(void* dst, const void* src, size_t num_bytes, cudaStream_t handle) {
     }
     done = submit(stream, {cudaGraphNodeTypeMemcpy, [=] { return task; }});
   }
-  if (done != nullptr && is_pageable(dst)) done->wait();
+  if (is_pageable(dst)) wait_for(done);
+  return done;
 }
 
 void fill(void* dst, int value, size_t num_bytes, cudaStream_t handle) {
@@ -50,15 +51,6 @@ void fill(void* dst, int value, size_t num_bytes, cudaStream_t handle) {
   const std::lock_guard guard(runtime_mutex());
   const Task task = [=] { std::memset(dst, value, num_bytes); };
   submit(stream_of(handle), {cudaGraphNodeTypeMemset, [=] { return task; }});
-}
-
-void wait_for_default_stream() {
-  CompletionPtr last;
-  {
-    const std::lock_guard guard(runtime_mutex());
-    last = stream_of(nullptr).last();
-  }
-  if (last != nullptr) last->wait();
 }
 
 }  // namespace
@@ -83,8 +75,7 @@ extern "C" cudaError_t cudaMemcpyPeerAsync(void* dst, int dst_device, const void
 extern "C" cudaError_t cudaMemcpy(void* dst, const void* src, size_t num_bytes, cudaMemcpyKind) {
   return call([&] {
     refuse_while_capturing("cudaMemcpy");
-    copy(dst, src, num_bytes, nullptr);
-    wait_for_default_stream();
+    wait_for(copy(dst, src, num_bytes, nullptr));
   });
 }
 

@@ -42,11 +42,8 @@ Operation record_operation(const std::shared_ptr<Event>& event) {
 }
 // Waits for the record that is the last one when the wait is queued.
 Operation wait_operation(const std::shared_ptr<Event>& event) {
-  return {cudaGraphNodeTypeWaitEvent, [event]() -> Task {
-            return [completion = event->completion] {
-              if (completion != nullptr) completion->wait();
-            };
-          }};
+  return {cudaGraphNodeTypeWaitEvent,
+          [event]() -> Task { return [completion = event->completion] { wait_for(completion); }; }};
 }
 
 void record(cudaEvent_t handle, cudaStream_t stream_handle, unsigned flags) {
@@ -127,8 +124,7 @@ extern "C" cudaError_t cudaEventCreate(cudaEvent_t* handle) {
 }
 
 extern "C" cudaError_t cudaEventDestroy(cudaEvent_t handle) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     event_of(handle);
     events().erase(handle);
   });
@@ -146,8 +142,7 @@ extern "C" cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 extern "C" cudaError_t cudaGraphAddEventRecordNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                                    const cudaGraphNode_t* after, size_t num,
                                                    cudaEvent_t event) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     *node = graph_of(graph).add(record_operation(event_of(event)), {after, after + num});
   });
 }
@@ -157,10 +152,7 @@ extern "C" cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t even
 }
 
 extern "C" cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  return call([&] {
-    const CompletionPtr completion = awaited(event, "cudaEventSynchronize");
-    if (completion != nullptr) completion->wait();
-  });
+  return call([&] { wait_for(awaited(event, "cudaEventSynchronize")); });
 }
 
 extern "C" cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -171,8 +163,7 @@ extern "C" cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 extern "C" cudaError_t cudaEventElapsedTime(float* elapsed_ms, cudaEvent_t begin, cudaEvent_t end) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     Completion::Time times[2];
     for (int i = 0; i < 2; ++i) {
       const Event& event = *event_of(i == 0 ? begin : end);

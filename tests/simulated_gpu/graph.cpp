@@ -130,22 +130,20 @@ using namespace simulated_gpu;
 
 extern "C" cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph,
                                                      unsigned long long) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     *exec = reinterpret_cast<cudaGraphExec_t>(new GraphExec{GraphRun(graph_of(graph)), nullptr});
   });
 }
 
 extern "C" cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_handle) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     GraphExec& exec = exec_of(handle);
     Stream& stream = stream_of(stream_handle);
     if (stream.capture != nullptr) fail_unsupported("the launch of a graph inside a capture");
     const Task run = exec.run.make();
     const CompletionPtr previous = exec.last;
     const Task task = [=] {
-      if (previous != nullptr) previous->wait();
+      wait_for(previous);
       run();
     };
     exec.last = submit(stream, {cudaGraphNodeTypeGraph, [=] { return task; }});
@@ -153,24 +151,17 @@ extern "C" cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stre
 }
 
 extern "C" cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    delete &exec_of(exec);
-  });
+  return call_locked([&] { delete &exec_of(exec); });
 }
 
 extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    delete &graph_of(graph);
-  });
+  return call_locked([&] { delete &graph_of(graph); });
 }
 
 extern "C" cudaError_t cudaGraphAddDependencies(cudaGraph_t, const cudaGraphNode_t* from,
                                                 const cudaGraphNode_t* to, const cudaGraphEdgeData*,
                                                 size_t num) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     for (size_t i = 0; i < num; ++i) {
       auto& after = node_of(to[i]).after;
       require(std::find(after.begin(), after.end(), from[i]) == after.end(), cudaErrorInvalidValue,
@@ -181,8 +172,7 @@ extern "C" cudaError_t cudaGraphAddDependencies(cudaGraph_t, const cudaGraphNode
 }
 
 extern "C" cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* num) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     std::vector<cudaGraphNode_t> all;
     for (Node& node : graph_of(graph).nodes) {
       all.push_back(reinterpret_cast<cudaGraphNode_t>(&node));
@@ -193,17 +183,11 @@ extern "C" cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nod
 
 extern "C" cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* nodes,
                                                     cudaGraphEdgeData*, size_t* num) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    give_nodes(node_of(node).after, nodes, num);
-  });
+  return call_locked([&] { give_nodes(node_of(node).after, nodes, num); });
 }
 
 extern "C" cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    *type = node_of(node).operation.type;
-  });
+  return call_locked([&] { *type = node_of(node).operation.type; });
 }
 
 extern "C" cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data,

@@ -3,11 +3,23 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include <cxxabi.h>
 
 #include "completion.h"
 #include "residency.h"
 
 namespace simulated_gpu {
+
+// A kernel's or type's name as people write it.
+inline std::string demangled(const char* mangled) {
+  const std::unique_ptr<char, decltype(&std::free)> text(
+      abi::__cxa_demangle(mangled, nullptr, nullptr, nullptr), &std::free);
+  return text == nullptr ? mangled : text.get();
+}
 
 struct Grid {
   int num_blocks;        // of each local rank

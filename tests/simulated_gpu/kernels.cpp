@@ -11,8 +11,6 @@
 #include <string_view>
 #include <unordered_map>
 
-#include <cxxabi.h>
-
 #include "capture.h"
 #include "cpp/random.h"
 #include "devices.h"
@@ -40,12 +38,6 @@ struct Registry {
 Registry& registry() {
   static auto* all = new Registry;
   return *all;
-}
-
-std::string demangled(const char* mangled) {
-  const std::unique_ptr<char, decltype(&std::free)> text(
-      abi::__cxa_demangle(mangled, nullptr, nullptr, nullptr), &std::free);
-  return text == nullptr ? mangled : text.get();
 }
 
 const char* mangled_name(const void* kernel) {

@@ -8,8 +8,6 @@
 #include <tuple>
 #include <typeinfo>
 
-#include <cxxabi.h>
-
 #include "block.h"
 #include "cuda/bucket_args.h"
 #include "cuda/collective_args.h"
@@ -25,12 +23,6 @@ namespace {
 // wait for those with its index, of other local ranks and of other launches: they come one after
 // another, and there is a thread for each local rank.
 constexpr int kBlocksAtOnce = rota::kMaxLocalRanks;
-
-std::string demangled(const char* mangled) {
-  const std::unique_ptr<char, decltype(&std::free)> text(
-      abi::__cxa_demangle(mangled, nullptr, nullptr, nullptr), &std::free);
-  return text == nullptr ? mangled : text.get();
-}
 
 // The kernel's own name, as far as a thread's goes.
 std::string short_name(const std::string& name) {

@@ -10,7 +10,6 @@
 #include "capture.h"
 #include "cpp/random.h"
 #include "devices.h"
-#include "result.h"
 #include "settings.h"
 #include "threads.h"
 
@@ -52,7 +51,7 @@ class Queue {
         item = std::move(items_.front());
         items_.pop_front();
       }
-      if (item.turn.previous != nullptr) item.turn.previous->wait();
+      wait_for(item.turn.previous);
       wait_for_all(item.after);
       nap();
       if (item.turn.begun != nullptr && !item.turn.ends_when_done) item.turn.begun->finish();
@@ -117,7 +116,7 @@ std::vector<CompletionPtr> implied_by(const Stream& stream) {
   if (!stream.is_blocking()) return after;
   for (const Stream* other : streams_of_device(stream.device())) {
     const bool is_ordered = other->is_blocking() && (stream.is_default() || other->is_default());
-    if (other != &stream && is_ordered && other->last() != nullptr) after.push_back(other->last());
+    if (other != &stream && is_ordered) after.push_back(other->last());
   }
   return after;
 }
@@ -138,6 +137,16 @@ Stream& create(unsigned flags, int priority) {
   const std::lock_guard guard(runtime_mutex());
   auto* stream = new Stream(current_device(), flags, priority, /*is_default=*/false);
   streams().created.insert(stream);
+  return *stream;
+}
+
+Stream& default_stream() {
+  auto& defaults = streams().defaults;
+  defaults.resize(static_cast<size_t>(num_devices()));
+  auto& stream = defaults[static_cast<size_t>(current_device())];
+  if (stream == nullptr) {
+    stream = std::make_unique<Stream>(current_device(), cudaStreamDefault, 0, /*is_default=*/true);
+  }
   return *stream;
 }
 
@@ -183,19 +192,9 @@ std::mutex& runtime_mutex() {
   return *mutex;
 }
 
-Stream& default_stream(int device) {
-  auto& defaults = streams().defaults;
-  defaults.resize(static_cast<size_t>(num_devices()));
-  auto& stream = defaults[static_cast<size_t>(device)];
-  if (stream == nullptr) {
-    stream = std::make_unique<Stream>(device, cudaStreamDefault, 0, /*is_default=*/true);
-  }
-  return *stream;
-}
-
 Stream& stream_of(cudaStream_t handle) {
   check_device(current_device());
-  if (handle == nullptr || handle == cudaStreamLegacy) return default_stream(current_device());
+  if (handle == nullptr || handle == cudaStreamLegacy) return default_stream();
   if (handle == cudaStreamPerThread) fail_unsupported("the stream cudaStreamPerThread");
   auto* stream = reinterpret_cast<Stream*>(handle);
   require(streams().created.contains(stream), cudaErrorInvalidResourceHandle,
@@ -212,19 +211,11 @@ CompletionPtr submit(Stream& stream, Operation operation) {
   return stream.enqueue(operation.make(), implied_by(stream), operation.type);
 }
 
-std::vector<CompletionPtr> pending_of_device(int device) {
-  std::vector<CompletionPtr> pending;
-  for (const Stream* stream : streams_of_device(device)) {
-    if (stream->last() != nullptr) pending.push_back(stream->last());
-  }
-  return pending;
-}
-
 void wait_for_device(int device) {
   std::vector<CompletionPtr> pending;
   {
     const std::lock_guard guard(runtime_mutex());
-    pending = pending_of_device(device);
+    for (const Stream* stream : streams_of_device(device)) pending.push_back(stream->last());
   }
   wait_for_all(pending);
 }
@@ -251,8 +242,7 @@ extern "C" cudaError_t cudaStreamCreate(cudaStream_t* handle) {
 }
 
 extern "C" cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     Stream& stream = stream_of(handle);
     require(!stream.is_default(), cudaErrorInvalidResourceHandle);
     streams().created.erase(&stream);
@@ -261,24 +251,15 @@ extern "C" cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 }
 
 extern "C" cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    *priority = stream_of(handle).priority();
-  });
+  return call_locked([&] { *priority = stream_of(handle).priority(); });
 }
 
 extern "C" cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
-    *id = stream_of(handle).id();
-  });
+  return call_locked([&] { *id = stream_of(handle).id(); });
 }
 
 extern "C" cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-  return call([&] {
-    const CompletionPtr last = awaited(handle, "cudaStreamSynchronize");
-    if (last != nullptr) last->wait();
-  });
+  return call([&] { wait_for(awaited(handle, "cudaStreamSynchronize")); });
 }
 
 extern "C" cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -297,8 +278,7 @@ extern "C" cudaError_t cudaDeviceSynchronize() {
 }
 
 extern "C" cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, void* data) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     const Task task = [=] { function(data); };
     submit(stream_of(handle), {cudaGraphNodeTypeHost, [=] { return task; }});
   });
@@ -306,8 +286,7 @@ extern "C" cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t func
 
 extern "C" cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t function,
                                              void* data, unsigned) {
-  return call([&] {
-    const std::lock_guard guard(runtime_mutex());
+  return call_locked([&] {
     const Task task = [=] { function(handle, cudaSuccess, data); };
     submit(stream_of(handle), {cudaGraphNodeTypeHost, [=] { return task; }});
   });

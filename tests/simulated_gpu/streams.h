@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "completion.h"
+#include "result.h"
 
 namespace simulated_gpu {
 
@@ -55,12 +56,19 @@ class Stream {
 // Guards streams, events, captures and graphs; held by calls, never by what streams run.
 std::mutex& runtime_mutex();
 
-// These four under the lock. The first fails as CUDA does where the handle is none.
+// call() of a body that has the lock.
+template <typename Body>
+cudaError_t call_locked(const Body& body) noexcept {
+  return call([&] {
+    const std::lock_guard guard(runtime_mutex());
+    body();
+  });
+}
+
+// Both under the lock. The first fails as CUDA does where the handle is none.
 Stream& stream_of(cudaStream_t handle);
 // Null where the stream is captured.
 CompletionPtr submit(Stream& stream, Operation operation);
-std::vector<CompletionPtr> pending_of_device(int device);
-Stream& default_stream(int device);
 
 // Without the lock.
 void wait_for_device(int device);
