@@ -80,29 +80,9 @@ def check_available() -> None:
     _cuda_headers()
 
 
-def environment(
-    num_gpus: int = 1,
-    *,
-    seed: int = 0,
-    max_nap_us: int | None = None,
-    has_torch_operators: bool = False,
-) -> dict[str, str]:
-    """The environment variables with which a process sees simulated GPUs.
-
-    Args:
-        seed: random seed of the naps of streams and blocks, and of the order in which threads run.
-        max_nap_us: longest nap; 0 for none, None for the default.
-        has_torch_operators: whether torch's own operators work, too.
-    """
-    variables = {
-        "LD_PRELOAD": str(build()),
-        "SIMULATED_GPUS": str(num_gpus),
-        "SIMULATED_GPU_SEED": str(seed),
-        "SIMULATED_GPU_TORCH_OPERATORS": str(int(has_torch_operators)),
-    }
-    if max_nap_us is not None:
-        variables["SIMULATED_GPU_NAP_US"] = str(max_nap_us)
-    return variables
+def environment() -> dict[str, str]:
+    """The environment variables with which a process sees a simulated GPU; settings.h has more."""
+    return {"LD_PRELOAD": str(build()), "SIMULATED_GPUS": "1"}
 
 
 @functools.cache
@@ -202,19 +182,15 @@ def _cuda_headers() -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs a command that sees simulated GPUs.")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-nap-us", type=int)
+    parser.add_argument("--gpus", default="1")
     parser.add_argument("--torch-operators", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     try:
-        variables = environment(
-            options.gpus,
-            seed=options.seed,
-            max_nap_us=options.max_nap_us,
-            has_torch_operators=options.torch_operators,
-        )
+        variables = environment() | {
+            "SIMULATED_GPUS": options.gpus,
+            "SIMULATED_GPU_TORCH_OPERATORS": str(int(options.torch_operators)),
+        }
     except NotAvailable as reason:
         sys.exit(f"simulated_gpu: {reason}")
     if not options.command:

@@ -1,7 +1,7 @@
 """Runs functions in processes that see simulated GPUs (simulated_gpu.py).
 
 They are forked from a server that has torch and rota loaded, so each test has its own CUDA state
-and none waits for torch to load. Functions are passed by name, so they must be at the top of a
+and none waits for torch to load. Functions are pickled by name, so they must be at the top of a
 module in tests/.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -22,9 +24,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import simulated_gpu
+from ranks import Body, as_test
 
 TIMEOUT_S = 60.0
 # Time for a process to write the stacks of all its threads.
@@ -44,6 +47,20 @@ class Outcome:
         return [line for line in self.stderr.splitlines() if not line.endswith("; still waiting")]
 
 
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def values_of(outcomes: list[Outcome]) -> list[Any]:
+    """What the functions returned; fails the test if any did not."""
+    failures = [
+        f"process {number}: {outcome.error}\n{outcome.stderr}"
+        for number, outcome in enumerate(outcomes)
+        if outcome.error is not None
+    ]
+    assert not failures, "\n".join(failures)
+    return [outcome.value for outcome in outcomes]
+
+
 class SimulatedProcesses:
     """A server that starts when it is first needed and ends with close()."""
 
@@ -58,28 +75,29 @@ class SimulatedProcesses:
         """
         return self.run_together([(function, args)], **environment)[0]
 
-    def run_together(
-        self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], **environment: str
-    ) -> list[Any]:
+    def run_together(self, calls: list[Call], **environment: str) -> list[Any]:
         """Like run(), for several processes that run at the same time."""
-        outcomes = self.outcomes(calls, **environment)
-        failures = [
-            f"process {number}: {outcome.error}\n{outcome.stderr}"
-            for number, outcome in enumerate(outcomes)
-            if outcome.error is not None
-        ]
-        assert not failures, "\n".join(failures)
-        return [outcome.value for outcome in outcomes]
+        return values_of(self.outcomes(calls, **environment))
 
-    def outcomes(
-        self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]], **environment: str
+    def ranks(
+        self,
+        function: Callable[..., Any],
+        folder: Path,
+        *args: Any,
+        world_size: int = 2,
+        **environment: str,
     ) -> list[Outcome]:
+        """How `function(rank, store_path, *args)` ended on each rank; see init_group."""
+        calls = [(function, (rank, f"{folder}/store", *args)) for rank in range(world_size)]
+        return self.outcomes(calls, **environment)
+
+    def outcomes(self, calls: list[Call], **environment: str) -> list[Outcome]:
         """How each process ended, including those that died."""
         if self._pipe is None:
             self._start()
         assert self._pipe is not None
-        names = [(function.__module__, function.__qualname__, args) for function, args in calls]
-        self._pipe.send((names, environment))
+        # Loaded in the process itself: the server imports no tests.
+        self._pipe.send(([pickle.dumps(call) for call in calls], environment))
         outcomes: list[Outcome] = self._pipe.recv()
         return outcomes
 
@@ -97,6 +115,16 @@ class SimulatedProcesses:
         if self._pipe is not None and self._server is not None:
             self._pipe.close()
             self._server.wait()
+
+
+def simulated(**environment: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function a test, which runs in a process that sees simulated GPUs; see
+    SimulatedProcesses.run."""
+
+    def run(body: Body, args: dict[str, Any]) -> None:
+        args.pop("processes").run(functools.partial(body, **args), **environment)
+
+    return lambda body: as_test(body, 0, "processes", run)
 
 
 def init_group(rank: int, world_size: int, store_path: str, timeout_s: float = 30.0) -> None:
@@ -147,7 +175,7 @@ def _serve(pipe: Connection) -> None:
         pipe.send([child.outcome for child in children])
 
 
-def _fork(call: tuple[str, str, tuple[Any, ...]], environment: dict[str, str]) -> _Child:
+def _fork(call: bytes, environment: dict[str, str]) -> _Child:
     results, own_end = Pipe(duplex=False)
     # Stays open, because the parent reads it at the end.
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -159,10 +187,10 @@ def _fork(call: tuple[str, str, tuple[Any, ...]], environment: dict[str, str]) -
     os.environ.update(environment)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    module, function, args = call
     value, error = None, None
     try:
-        value = getattr(__import__(module), function)(*args)
+        function, args = pickle.loads(call)
+        value = function(*args)
     except BaseException:
         error = traceback.format_exc()
     # A communicator that only the frames of a caught exception refer to must leave its group now,

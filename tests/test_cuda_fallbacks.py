@@ -8,13 +8,15 @@ in NCCL's own error.
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rota
-from simulated_processes import SimulatedProcesses, cuda_runtime, init_group
+from ranks import check_error, error_of
+from simulated_processes import SimulatedProcesses, cuda_runtime, init_group, values_of
 
 WORLD_SIZE = 2
 NUM_ELEMS = 1000
@@ -64,13 +66,11 @@ def go_through_host(rank: int, store_path: str) -> str | None:
     ids=["no-symmetric-memory", "no-ipc"],
 )
 def test_gpus_that_cannot_be_joined_go_through_the_host(
-    environment: dict[str, str], why: str, processes: SimulatedProcesses, tmp_path: object
+    environment: dict[str, str], why: str, processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(go_through_host, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
-    outcomes = processes.outcomes(calls, **environment)
+    outcomes = processes.ranks(go_through_host, tmp_path, **environment)
+    assert values_of(outcomes) == ["the host's memory"] * WORLD_SIZE
     for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, outcome.error
-        assert outcome.value == "the host's memory"
         assert outcome.stderr.count("go through the host's memory, which is slow") == 1
         assert f"of rank {rank} go" in outcome.stderr
         assert why in outcome.stderr
@@ -95,25 +95,25 @@ def connect_with_little_memory(rank: int, store_path: str) -> list[str | None]:
 
 
 def test_ranks_go_one_way_whichever_allocation_fails_on_one(
-    processes: SimulatedProcesses, tmp_path: object
+    processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(connect_with_little_memory, (r, f"{tmp_path}/store")) for r in range(WORLD_SIZE)]
-    first, second = processes.run_together(calls, ROTA_GPU_SELF_TEST="never")
+    first, second = values_of(
+        processes.ranks(connect_with_little_memory, tmp_path, ROTA_GPU_SELF_TEST="never")
+    )
     assert first == second
     assert len(first) > 2 and first[-1] == "CUDA IPC"
 
 
-def refuse_unknown_means(rank: int, store_path: str) -> str:
+def refuse_unknown_means(rank: int, store_path: str) -> tuple[str, str]:
     init_group(rank, WORLD_SIZE, store_path)
-    with pytest.raises(ValueError, match="expected auto, symmetric or ipc") as refused:
-        rota.Communicator().connect_device(torch.device("cuda", 0))
-    return str(refused.value)
+    return error_of(lambda: rota.Communicator().connect_device(torch.device("cuda", 0)))
 
 
-def test_unknown_means_are_refused(processes: SimulatedProcesses, tmp_path: object) -> None:
-    calls = [(refuse_unknown_means, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
-    texts = processes.run_together(calls, ROTA_PEER_MEMORY="nvlink")
-    assert all("ROTA_PEER_MEMORY is 'nvlink'" in text for text in texts)
+def test_unknown_means_are_refused(processes: SimulatedProcesses, tmp_path: Path) -> None:
+    outcomes = processes.ranks(refuse_unknown_means, tmp_path, ROTA_PEER_MEMORY="nvlink")
+    facts = ("ROTA_PEER_MEMORY is 'nvlink'", "expected auto, symmetric or ipc")
+    for error in values_of(outcomes):
+        check_error(error, "ValueError", *facts)
 
 
 def hand_over_to_nccl(rank: int, store_path: str) -> list[str]:
@@ -133,9 +133,8 @@ def hand_over_to_nccl(rank: int, store_path: str) -> list[str]:
 
 
 def test_what_has_no_kernel_goes_to_nccl_and_is_said_once(
-    processes: SimulatedProcesses, tmp_path: object
+    processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(hand_over_to_nccl, (rank, f"{tmp_path}/store")) for rank in range(WORLD_SIZE)]
-    for said in processes.run_together(calls):
+    for said in values_of(processes.ranks(hand_over_to_nccl, tmp_path)):
         assert len(said) == 1
         assert "rota: reduce_scatter of CUDA tensors runs on NCCL" in said[0]

@@ -13,14 +13,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rota
-from ranks import error_of
-from simulated_processes import Outcome, SimulatedProcesses, cuda_runtime, init_group
+from ranks import check_error, error_of
+from simulated_processes import SimulatedProcesses, cuda_runtime, init_group, values_of
 
 WORLD_SIZE = 2
 NUM_ELEMS = 1000
@@ -35,6 +36,7 @@ SYMMETRIC = (
     {"ROTA_PEER_MEMORY": "symmetric", "SIMULATED_GPU_SYMMETRIC_MEMORY": "1"},
     "torch's symmetric memory",
 )
+of_each_memory = pytest.mark.parametrize("memory", [IPC, SYMMETRIC], ids=["ipc", "symmetric"])
 
 
 def connect(rank: int, store_path: str, world_size: int = WORLD_SIZE) -> rota.Communicator:
@@ -78,21 +80,13 @@ def run_ranks(
     function: Callable[..., object],
     tmp_path: Path,
     *args: object,
-    world_size: int = WORLD_SIZE,
-    **environment: str,
-) -> list[object]:
+    **options: Any,
+) -> list[Any]:
     """Returns what each rank returned; checks that memory was unmapped before it was freed."""
-    calls = [(function, (rank, f"{tmp_path}/store", *args)) for rank in range(world_size)]
-    outcomes = processes.outcomes(calls, **environment)
-    check(outcomes)
+    outcomes = processes.ranks(function, tmp_path, *args, **options)
     for outcome in outcomes:
         assert FREED_TOO_EARLY not in outcome.stderr, outcome.stderr
-    return [outcome.value for outcome in outcomes]
-
-
-def check(outcomes: list[Outcome]) -> None:
-    for outcome in outcomes:
-        assert outcome.error is None, f"{outcome.error}\n{outcome.stderr}"
+    return values_of(outcomes)
 
 
 # ---- a rank that finishes before its peer starts
@@ -111,7 +105,7 @@ def leave_before_late_kernel(rank: int, store_path: str, how: str, means: str) -
     return leave(holder, how)
 
 
-@pytest.mark.parametrize("memory", [IPC, SYMMETRIC], ids=["ipc", "symmetric"])
+@of_each_memory
 @pytest.mark.parametrize("how", ["close", "drop", "exit"])
 def test_rank_that_leaves_early_waits_for_a_late_kernel(
     how: str, memory: tuple[dict[str, str], str], processes: SimulatedProcesses, tmp_path: Path
@@ -159,9 +153,8 @@ def leave_while_peer_is_killed(rank: int, store_path: str) -> float:
 def test_peer_killed_meanwhile_is_not_waited_for(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(leave_while_peer_is_killed, (rank, f"{tmp_path}/store")) for rank in range(2)]
-    survivor, killed = processes.outcomes(calls)
-    check([survivor])
+    survivor, killed = processes.ranks(leave_while_peer_is_killed, tmp_path)
+    values_of([survivor])
     assert killed.error is not None and str(-signal.SIGKILL) in killed.error
     assert LATE_S / 2 < survivor.value < PATIENCE_S * 0.8
 
@@ -183,10 +176,7 @@ def leave_one_that_stays(rank: int, store_path: str) -> float:
 def test_peer_that_never_closes_is_waited_for_in_bounds(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(leave_one_that_stays, (rank, f"{tmp_path}/store")) for rank in range(2)]
-    outcomes = processes.outcomes(calls)
-    check(outcomes)
-    first, second = (outcome.value for outcome in outcomes)
+    first, second = values_of(processes.ranks(leave_one_that_stays, tmp_path))
     assert PATIENCE_S * 0.8 < first < PATIENCE_S * 1.5
     assert second < PATIENCE_S * 0.5  # the other rank has already left
 
@@ -206,11 +196,9 @@ def leave_in_another_order(rank: int, store_path: str) -> float:
 def test_communicators_dropped_in_another_order_end_in_bounds(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(leave_in_another_order, (rank, f"{tmp_path}/store")) for rank in range(2)]
-    outcomes = processes.outcomes(calls)
-    check(outcomes)
-    for outcome in outcomes:  # each waits once until the limit, then finds that the other has left
-        assert PATIENCE_S * 0.8 < outcome.value < PATIENCE_S * 1.8
+    # Each waits once until the limit, then finds that the other has left.
+    for seconds in values_of(processes.ranks(leave_in_another_order, tmp_path)):
+        assert PATIENCE_S * 0.8 < seconds < PATIENCE_S * 1.8
 
 
 # ---- forks
@@ -261,16 +249,13 @@ def close_before_the_others(rank: int, store_path: str) -> tuple[str, str] | Non
     return error
 
 
-@pytest.mark.parametrize("memory", [IPC, SYMMETRIC], ids=["ipc", "symmetric"])
+@of_each_memory
 def test_memory_of_a_closed_window_stays_while_others_map_it(
     memory: tuple[dict[str, str], str], processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
     environment, _ = memory
-    calls = [(close_before_the_others, (rank, f"{tmp_path}/store")) for rank in range(3)]
-    outcomes = processes.outcomes(calls, **environment)
-    assert [outcome.error for outcome in outcomes] == [None] * 3
-    for outcome in outcomes:
-        assert FREED_TOO_EARLY not in outcome.stderr
-    for outcome in outcomes[1:]:
-        kind, text = outcome.value
-        assert kind == "PeerFailed" and "rank 0" in text
+    _, *errors = run_ranks(
+        processes, close_before_the_others, tmp_path, world_size=3, **environment
+    )
+    for error in errors:
+        check_error(error, "PeerFailed", "rank 0")

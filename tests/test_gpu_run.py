@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,9 +22,13 @@ pytest.importorskip("rich", reason="the benchmarks need rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from gpu import asked, clocks, extension, facts, run, soak
+from gpu.bench import Bench
 from gpu.facts import GIB
 from gpu.record import Record
 from gpu.run import Step
+from gpu.timing import Job
+from protocol import Entry
+from simulated_processes import SimulatedProcesses
 
 H200 = {
     "gpu": "NVIDIA H200",
@@ -335,42 +339,47 @@ def test_row_that_was_measured_while_the_gpu_was_throttled_is_marked() -> None:
     assert watched.during([(1, 2)]) == {}
 
 
-def test_job_that_fails_costs_one_job(tmp_path: Path) -> None:
-    """On a simulated GPU; jobs fail when made, checked, timed, or checked again at the end."""
-    import simulated_gpu
+def measure_jobs_that_fail(rows: Path) -> int:
+    """Some fail when made, checked, timed, or checked again at the end; returns how many."""
+    bench = Bench("x", [4096], True, rows)
+    gone = RuntimeError("the GPU is gone")
 
-    try:
-        simulated_gpu.check_available()
-    except simulated_gpu.NotAvailable as reason:
-        pytest.skip(f"no GPU can be simulated: {reason}")
-    code = (
-        "import itertools\n"
-        "from pathlib import Path\n"
-        "from gpu.bench import Bench\n"
-        "from gpu.timing import Job\n"
-        "from protocol import Entry\n"
-        "bench = Bench('x', [4096], True, Path('rows'))\n"
-        "def fail_from(number, error):\n"
-        "    calls = itertools.count(1)\n"
-        "    def call():\n"
-        "        if next(calls) >= number: raise error\n"
-        "        return 0\n"
-        "    return call\n"
-        "def job(label, call=lambda: None, check=lambda: 0, **more):\n"
-        "    return Job(Entry(label, 'rota', 'api'), [call], 4096, check, **more)\n"
-        "gone = RuntimeError('the GPU is gone')\n"
-        "jobs = [bench.copy_job(4096), job('fine'), job('wrong', check=lambda: 2),\n"
-        "    job('refused', fail_from(1, ValueError('too long')), may_be_refused=True),\n"
-        "    job('broken', fail_from(1, gone)), job('checked', check=fail_from(2, gone)),\n"
-        "    job('on the stream', fail_from(4, gone), in_graph=False)]\n"
-        "bench.measure(jobs, 'op', 4096, ranks=2)\n"
-        "assert bench.num_failed == 3, bench.num_failed\n"
-    )
-    folders = [str(run.ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    env = simulated_gpu.environment(has_torch_operators=True)
-    env |= {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
-    written = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    def fail_from(number: int, error: Exception) -> Callable[[], int]:
+        calls = itertools.count(1)
+
+        def call() -> int:
+            if next(calls) >= number:
+                raise error
+            return 0
+
+        return call
+
+    def job(
+        label: str,
+        call: Callable[[], object] = lambda: None,
+        check: Callable[[], int] = lambda: 0,
+        **more: Any,
+    ) -> Job:
+        return Job(Entry(label, "rota", "api"), [call], 4096, check, **more)
+
+    jobs = [
+        bench.copy_job(4096),
+        job("fine"),
+        job("wrong", check=lambda: 2),
+        job("refused", fail_from(1, ValueError("too long")), may_be_refused=True),
+        job("broken", fail_from(1, gone)),
+        job("checked", check=fail_from(2, gone)),
+        job("on the stream", fail_from(4, gone), in_graph=False),
+    ]
+    bench.measure(jobs, "op", 4096, ranks=2)
+    return bench.num_failed
+
+
+def test_job_that_fails_costs_one_job(processes: SimulatedProcesses, tmp_path: Path) -> None:
+    rows_path = tmp_path / "rows"
+    failed = processes.run(measure_jobs_that_fail, rows_path, SIMULATED_GPU_TORCH_OPERATORS="1")
+    assert failed == 3
+    written = [json.loads(line) for line in rows_path.read_text().splitlines()]
     rows = {one["label"]: one for one in written if "label" in one}
     copy = "copy of as many bytes"
     assert list(rows) == [copy, f"{copy}, again", "fine", "wrong"]

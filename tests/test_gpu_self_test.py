@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import rota
+from ranks import error_of
 from rota import _C
-from simulated_processes import Outcome, SimulatedProcesses, init_group
+from simulated_processes import Outcome, SimulatedProcesses, init_group, values_of
 
 WORLD_SIZE = 2
 NUM_ELEMS = 70_001  # auto: two_shot of float32
@@ -37,9 +40,9 @@ def records(cache: Path) -> list[Path]:
     return sorted(cache.glob("*"))
 
 
-def start(rank: int, folder: str, number: int = 0) -> rota.Communicator:
+def start(rank: int, store_path: str) -> rota.Communicator:
     if not dist.is_initialized():
-        init_group(rank, WORLD_SIZE, f"{folder}/store{number}", timeout_s=50)
+        init_group(rank, WORLD_SIZE, store_path, timeout_s=50)
     return rota.Communicator()
 
 
@@ -63,22 +66,20 @@ def check_reduce_bucket(comm: rota.Communicator) -> None:
 
 
 def run_ranks(
-    processes: SimulatedProcesses, function: object, folder: Path, *args: object, **env: str
+    processes: SimulatedProcesses, function: Callable[..., Any], folder: Path, **env: str
 ) -> list[Outcome]:
     env.setdefault("ROTA_CACHE_DIR", str(folder / "cache"))
-    calls = [(function, (rank, str(folder), *args)) for rank in range(WORLD_SIZE)]
-    outcomes = processes.outcomes(calls, **env)
-    for outcome in outcomes:
-        assert outcome.error is None, f"{outcome.error}\n{outcome.stderr}"
+    outcomes = processes.ranks(function, Path(tempfile.mkdtemp(dir=folder)), **env)
+    values_of(outcomes)
     return outcomes
 
 
-def join_twice(rank: int, folder: str, number: int = 0) -> str | None:
-    comm = start(rank, folder, number)
-    check_all_reduce(comm)
-    again = start(rank, folder, number)
-    check_all_reduce(again)
-    return again.peer_access
+def join_twice(rank: int, store_path: str) -> str | None:
+    comms = []
+    for _ in range(2):
+        comms.append(start(rank, store_path))
+        check_all_reduce(comms[-1])
+    return comms[-1].peer_access
 
 
 def test_self_test_that_passes_is_silent_and_remembered(
@@ -92,14 +93,14 @@ def test_self_test_that_passes_is_silent_and_remembered(
     assert text.startswith("rota self-test\ngpu simulated GPU ") and text.endswith("\n0 failed\n")
     # With a record, kernels are not tested again, so a kernel that is wrong now goes unnoticed.
     for outcome in run_ranks(
-        processes, join_only, tmp_path, 1, SIMULATED_GPU_FLIP_BIT="two_shot_kernel"
+        processes, join_only, tmp_path, SIMULATED_GPU_FLIP_BIT="two_shot_kernel"
     ):
         assert outcome.warnings == []
     assert record.read_text() == text
 
 
-def join_only(rank: int, folder: str, number: int = 0) -> str | None:
-    comm = start(rank, folder, number)
+def join_only(rank: int, store_path: str) -> str | None:
+    comm = start(rank, store_path)
     comm.connect_device(torch.device("cuda", 0))
     return comm.peer_access
 
@@ -146,7 +147,7 @@ def test_self_test_runs_again_when_the_record_does_not_hold(
         record.unlink()
         record.mkdir()
     outcomes = run_ranks(
-        processes, join_only, tmp_path, 1, SIMULATED_GPU_FLIP_BIT="two_shot_kernel", **env
+        processes, join_only, tmp_path, SIMULATED_GPU_FLIP_BIT="two_shot_kernel", **env
     )
     for outcome in outcomes:
         assert outcome.value == "the host's memory"
@@ -160,23 +161,17 @@ def test_self_test_where_nothing_can_be_remembered_runs_each_time(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    nowhere = str(tmp_path / "file" / "cache")
-    for number, flipped in enumerate(["", "two_shot_kernel"]):
-        for outcome in run_ranks(
-            processes,
-            join_only,
-            tmp_path,
-            number,
-            ROTA_CACHE_DIR=nowhere,
-            SIMULATED_GPU_FLIP_BIT=flipped,
-        ):
+    env = {"ROTA_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    for flipped in ("", "two_shot_kernel"):
+        env["SIMULATED_GPU_FLIP_BIT"] = flipped
+        for outcome in run_ranks(processes, join_only, tmp_path, **env):
             assert outcome.value == ("the host's memory" if flipped else "CUDA IPC")
             assert ("self-test" in outcome.stderr) == bool(flipped)
 
 
-def get_wrong_bits(rank: int, folder: str) -> None:
+def get_wrong_bits(rank: int, store_path: str) -> None:
     with pytest.raises(AssertionError):
-        check_all_reduce(start(rank, folder))
+        check_all_reduce(start(rank, store_path))
 
 
 def test_self_test_never_runs_if_told_so(
@@ -189,34 +184,31 @@ def test_self_test_never_runs_if_told_so(
     assert records(cache) == []
 
 
-def call_with_bad_setting(rank: int, folder: str) -> str:
-    comm = start(rank, folder)
-    with pytest.raises(ValueError, match="ROTA_GPU_SELF_TEST") as refused:
-        check_all_reduce(comm)
-    return str(refused.value)
+def call_with_bad_setting(rank: int, store_path: str) -> tuple[str, str]:
+    comm = start(rank, store_path)
+    return error_of(check_all_reduce, comm)
 
 
 def test_self_test_setting_that_is_none_is_refused(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
+    text = "rota: ROTA_GPU_SELF_TEST is 'maybe', expected once, always or never"
     for outcome in run_ranks(
         processes, call_with_bad_setting, tmp_path, ROTA_GPU_SELF_TEST="maybe"
     ):
-        assert outcome.value == (
-            "rota: ROTA_GPU_SELF_TEST is 'maybe', expected once, always or never"
-        )
+        assert outcome.value == ("ValueError", text)
 
 
-def use_with_a_wrong_kernel(rank: int, folder: str) -> None:
+def use_with_a_wrong_kernel(rank: int, store_path: str) -> None:
     if rank == 1:
         os.environ["SIMULATED_GPU_FLIP_BIT"] = "two_shot_kernel"
     # One record per rank, as if each had its own GPU.
     os.environ["ROTA_CACHE_DIR"] += f"/{rank}"
-    use_the_host(rank, folder)
+    use_the_host(rank, store_path)
 
 
-def use_the_host(rank: int, folder: str) -> None:
-    comm = start(rank, folder)
+def use_the_host(rank: int, store_path: str) -> None:
+    comm = start(rank, store_path)
     for num_elems in (100, NUM_ELEMS):
         check_all_reduce(comm, num_elems=num_elems)
     check_all_reduce(comm, algorithm="ring")
@@ -259,8 +251,8 @@ def test_any_wrong_kernel_sends_everything_through_the_host(
             assert "more" not in warning.split(" (on rank")[0]
 
 
-def use_what_the_host_refuses(rank: int, folder: str) -> None:
-    comm = start(rank, folder)
+def use_what_the_host_refuses(rank: int, store_path: str) -> None:
+    comm = start(rank, store_path)
     shard, whole = torch.zeros(100).cuda(), contribution(rank, 200).cuda()
     with pytest.raises(rota.TransportError, match="reduce_scatter"):
         comm.reduce_scatter(shard, whole)
@@ -283,16 +275,16 @@ def test_what_does_not_go_through_the_host_goes_to_nccl_or_is_refused(
     )
 
 
-def go_around_a_hang(rank: int, folder: str) -> float:
+def go_around_a_hang(rank: int, store_path: str) -> float:
     if rank == 1:
         os.environ.pop("SIMULATED_GPU_HANG", None)
         os.environ.pop("SIMULATED_GPU_DESERT", None)
     started = time.monotonic()
-    comm = start(rank, folder)
+    comm = start(rank, store_path)
     check_all_reduce(comm)
     seconds = time.monotonic() - started
     assert comm.peer_access == "the host's memory"
-    again = start(rank, folder)
+    again = start(rank, store_path)
     started = time.monotonic()
     check_all_reduce(again)  # not tested again
     assert time.monotonic() - started < HANG_S / 2
@@ -311,35 +303,31 @@ def go_around_a_hang(rank: int, folder: str) -> float:
 def test_kernel_that_hangs_on_one_rank_sends_all_through_the_host(
     fault: str, said: str, processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    env = {"ROTA_CACHE_DIR": str(tmp_path / "cache"), fault: "cuda::ring_kernel"}
-    for outcome in run_ranks(processes, go_around_a_hang, tmp_path, **env):
+    for outcome in run_ranks(processes, go_around_a_hang, tmp_path, **{fault: "cuda::ring_kernel"}):
         assert f"rota: self-test of simulated GPU (driver CUDA 13.2): {said}" in outcome.stderr
         assert "go through the host's memory" in outcome.stderr
         assert outcome.value < 4 * HANG_S
 
 
-def interrupt_a_hang(rank: int, folder: str) -> tuple[str, float]:
+def interrupt_a_hang(rank: int, store_path: str) -> tuple[tuple[str, str], float]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank == 1:
         del os.environ["SIMULATED_GPU_HANG"]
-    comm = start(rank, folder)
+    comm = start(rank, store_path)
     tensor = contribution(rank).cuda()
     started = time.monotonic()
     if rank == 0:
         threading.Timer(HANG_S / 3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        comm.all_reduce(tensor)
-    except (KeyboardInterrupt, rota.RotaError) as error:
-        return type(error).__name__ + str(error), time.monotonic() - started
-    return "nothing", 0.0
+    return error_of(comm.all_reduce, tensor), time.monotonic() - started
 
 
 def test_ctrl_c_ends_a_self_test_that_hangs_and_peers_are_told(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    own, peers = run_ranks(
+    outcomes = run_ranks(
         processes, interrupt_a_hang, tmp_path, SIMULATED_GPU_HANG="cuda::low_latency_kernel"
     )
-    assert own.value[0] == "KeyboardInterrupt"
-    assert "rank 0 was interrupted in the self-test of its GPU" in peers.value[0]
-    assert own.value[1] < HANG_S and peers.value[1] < HANG_S
+    (own, own_s), (of_peer, peer_s) = values_of(outcomes)
+    assert own == ("KeyboardInterrupt", "")
+    assert "rank 0 was interrupted in the self-test of its GPU" in of_peer[1]
+    assert own_s < HANG_S and peer_s < HANG_S

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from simulated_processes import SimulatedProcesses, cuda_runtime
+from simulated_processes import SimulatedProcesses, cuda_runtime, simulated
 
 DTYPES = (
     torch.float32,
@@ -34,20 +34,17 @@ def describe_devices() -> list[tuple[str, tuple[int, int], str]]:
     return [(device.name, (device.major, device.minor), str(device.uuid)) for device in devices]
 
 
-def test_device_says_what_it_is(processes: SimulatedProcesses) -> None:
-    [(name, capability, _)] = processes.run(describe_devices)
-    assert (name, capability) == ("simulated GPU", (9, 0))
-
-
 def test_devices_are_as_many_as_asked_for_and_visible(processes: SimulatedProcesses) -> None:
     first, second, third = processes.run(describe_devices, SIMULATED_GPUS="3")
     assert len({first, second, third}) == 3
+    assert first[:2] == ("simulated GPU", (9, 0))
     visible = processes.run(describe_devices, SIMULATED_GPUS="3", CUDA_VISIBLE_DEVICES="2,0")
     assert visible == [third, first]
     assert processes.run(describe_devices, CUDA_VISIBLE_DEVICES="") == []
 
 
-def copy_there_and_back() -> None:
+@simulated()
+def test_tensors_of_every_dtype_come_back() -> None:
     assert torch.empty(1000, device="cuda").cpu().isnan().all()  # memory that was never written
     for dtype in DTYPES:
         there = (torch.arange(1000) % 7).to(dtype)
@@ -59,20 +56,13 @@ def copy_there_and_back() -> None:
         assert torch.full((9,), 1, dtype=dtype, device="cuda").cpu().tolist() == [1] * 9
 
 
-def test_tensors_of_every_dtype_come_back(processes: SimulatedProcesses) -> None:
-    processes.run(copy_there_and_back)
-
-
-def copy_between_devices() -> None:
+@simulated(SIMULATED_GPUS="2")
+def test_copies_between_devices_arrive() -> None:
     there = torch.arange(1000.0)
     assert torch.cuda.can_device_access_peer(0, 1)
     on_second = there.to("cuda:0").to("cuda:1")
     assert on_second.device.index == 1
     assert torch.equal(on_second.cpu(), there)
-
-
-def test_copies_between_devices_arrive(processes: SimulatedProcesses) -> None:
-    processes.run(copy_between_devices, SIMULATED_GPUS="2")
 
 
 def write_behind(num_bytes: int, offset: int) -> None:
@@ -101,18 +91,16 @@ def test_write_outside_of_allocation_is_found(
     assert (outcome.error is None) == (message == "")
 
 
-def allocate_too_much() -> None:
+@simulated()
+def test_memory_ends() -> None:
     free, total = torch.cuda.mem_get_info()
     assert 0 < free <= total
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2 * total, dtype=torch.uint8, device="cuda")
 
 
-def test_memory_ends(processes: SimulatedProcesses) -> None:
-    processes.run(allocate_too_much)
-
-
-def map_host_memory() -> None:
+@simulated()
+def test_host_memory_is_mapped_where_it_was_allocated_so() -> None:
     runtime = cuda_runtime()
     on_host, on_device = ctypes.c_void_p(), ctypes.c_void_p()
     mapped = 2  # cudaHostAllocMapped
@@ -125,41 +113,29 @@ def map_host_memory() -> None:
     assert not torch.empty(10).is_pinned()
 
 
-def test_host_memory_is_mapped_where_it_was_allocated_so(processes: SimulatedProcesses) -> None:
-    processes.run(map_host_memory)
-
-
 # ---- torch's operators ---------------------------------------------------------------------------
 
 
-def launch_torch_kernel() -> str:
+@simulated()
+def test_kernel_of_torch_fails_by_name() -> None:
     tensor = torch.zeros(10, device="cuda")
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"CUDAFunctor_add<float>") as raised:
         tensor.add_(tensor)
+    assert "operation not supported" in str(raised.value)
     assert torch.equal(tensor.cpu(), torch.zeros(10))  # nothing is broken
-    return str(raised.value)
-
-
-def test_kernel_of_torch_fails_by_name(processes: SimulatedProcesses) -> None:
-    text = processes.run(launch_torch_kernel)
-    assert "operation not supported" in text
-    assert "CUDAFunctor_add<float>" in text
 
 
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def fork_and_use() -> int:
+@simulated()
+def test_forked_child_is_refused() -> None:
     torch.zeros(1, device="cuda")
     pid = os.fork()
     if pid == 0:
         is_refused = cuda_runtime().cudaDeviceSynchronize() == 3  # cudaErrorInitializationError
         os._exit(0 if is_refused else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_forked_child_is_refused(processes: SimulatedProcesses) -> None:
-    assert processes.run(fork_and_use) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class IpcHandle(ctypes.Structure):

@@ -21,24 +21,20 @@ import torch
 import torch.distributed as dist
 
 import rota
-from ranks import error_of
+from ranks import check_error, error_of
 from rota.gpu import LocalGroup
-from simulated_processes import SimulatedProcesses, cuda_runtime, init_group
+from simulated_processes import SimulatedProcesses, cuda_runtime, init_group, simulated
 
 WORLD_SIZE = 4
 
 
-def count_kernels() -> tuple[int, int]:
+@simulated()
+def test_every_kernel_of_rota_can_run() -> None:
     num_registered, num_known = ctypes.c_int(), ctypes.c_int()
     cuda_runtime().simulated_gpu_count_kernels(
         ctypes.byref(num_registered), ctypes.byref(num_known)
     )
-    return num_registered.value, num_known.value
-
-
-def test_every_kernel_of_rota_can_run(processes: SimulatedProcesses) -> None:
-    num_registered, num_known = processes.run(count_kernels)
-    assert num_known == num_registered > 100
+    assert num_known.value == num_registered.value > 100
 
 
 def make_contributions(num_elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -70,7 +66,8 @@ def types_of_captured_nodes(body: Callable[[], object]) -> list[int]:
 KERNEL, WAIT, RECORD = 0, 6, 7  # cudaGraphNodeType
 
 
-def nodes_of_local_all_reduces() -> list[int]:
+@simulated()
+def test_all_ranks_of_one_process_are_one_kernel() -> None:
     group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     tensors = [contribution.to("cuda") for contribution in make_contributions(1000, torch.float32)]
     group.all_reduce(tensors)
@@ -79,17 +76,15 @@ def nodes_of_local_all_reduces() -> list[int]:
         for _ in range(3):
             group.all_reduce(tensors)
 
-    return types_of_captured_nodes(three_times)
+    assert types_of_captured_nodes(three_times) == [KERNEL] * 3 + [WAIT, RECORD]
 
 
-def test_all_ranks_of_one_process_are_one_kernel(processes: SimulatedProcesses) -> None:
-    assert processes.run(nodes_of_local_all_reduces) == [KERNEL] * 3 + [WAIT, RECORD]
-
-
-def nodes_of_reduced_bucket(num_elems: int) -> list[int]:
+@simulated()
+def test_bucket_is_three_launches() -> None:
+    """pack, the all-reduce and unpack, without launches that prepare memory."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     communicator = rota.Communicator()
-    bucket = torch.ones(num_elems).to("cuda")
+    bucket = torch.ones(5000).to("cuda")
     stats = torch.zeros(2, dtype=torch.float64).to("cuda")
 
     def reduce() -> None:
@@ -98,16 +93,14 @@ def nodes_of_reduced_bucket(num_elems: int) -> list[int]:
         )
 
     reduce()  # joins the GPUs
-    return types_of_captured_nodes(reduce)
+    assert types_of_captured_nodes(reduce) == [KERNEL] * 3 + [WAIT, RECORD]
 
 
-def test_bucket_is_three_launches(processes: SimulatedProcesses) -> None:
-    """pack, the all-reduce and unpack, without launches that prepare memory."""
-    assert processes.run(nodes_of_reduced_bucket, 5000) == [KERNEL] * 3 + [WAIT, RECORD]
-
-
-def reduce_in_two_full_groups(is_captured: bool) -> None:
-    """Each fills the device, on its own stream; two_shot, because two_shot_in_place never waits."""
+@pytest.mark.parametrize("is_captured", [False, True], ids=["direct", "captured"])
+@simulated(SIMULATED_GPU_MULTIPROCESSORS=str(WORLD_SIZE))
+def test_two_groups_that_each_fill_the_device_do_not_hold_each_other_up(is_captured: bool) -> None:
+    """If half of each grid were resident, both would wait for blocks that never start. Each has its
+    own stream; two_shot, because two_shot_in_place never waits."""
     limit = timedelta(seconds=2)
     groups = [LocalGroup(WORLD_SIZE, device="cuda", timeout=limit) for _ in range(2)]
     assert [group.num_channels for group in groups] == [1, 1]
@@ -142,26 +135,10 @@ def reduce_in_two_full_groups(is_captured: bool) -> None:
                 assert torch.equal(tensor.cpu(), sum(contributions))
 
 
-@pytest.mark.parametrize("is_captured", [False, True], ids=["direct", "captured"])
-def test_two_groups_that_each_fill_the_device_do_not_hold_each_other_up(
-    processes: SimulatedProcesses, is_captured: bool
-) -> None:
-    """If half of each grid were resident, both would wait for blocks that never start."""
-    processes.run(
-        reduce_in_two_full_groups, is_captured, SIMULATED_GPU_MULTIPROCESSORS=str(WORLD_SIZE)
-    )
-
-
-def make_local_group() -> str:
-    with pytest.raises(ValueError) as raised:
+@simulated(SIMULATED_GPU_COOPERATIVE_LAUNCH="0")
+def test_local_group_refuses_a_gpu_that_starts_no_grid_as_a_whole() -> None:
+    with pytest.raises(ValueError, match="cooperative"):
         LocalGroup(WORLD_SIZE, device="cuda")
-    return str(raised.value)
-
-
-def test_local_group_refuses_a_gpu_that_starts_no_grid_as_a_whole(
-    processes: SimulatedProcesses,
-) -> None:
-    assert "cooperative" in processes.run(make_local_group, SIMULATED_GPU_COOPERATIVE_LAUNCH="0")
 
 
 # ---- memory and streams that end -----------------------------------------------------------------
@@ -209,11 +186,9 @@ def look_for_overflow(rank: int, store_path: str) -> tuple[str, str]:
 def test_failure_of_a_peer_is_no_overflow_of_gradients(
     processes: SimulatedProcesses, tmp_path: Path
 ) -> None:
-    calls = [(look_for_overflow, (rank, f"{tmp_path}/store")) for rank in range(2)]
-    first, _ = processes.outcomes(calls, SIMULATED_GPU_TORCH_OPERATORS="1")
+    first, _ = processes.ranks(look_for_overflow, tmp_path, SIMULATED_GPU_TORCH_OPERATORS="1")
     assert first.error is None, first.error
-    kind, text = first.value
-    assert kind == "PeerFailed", text
+    check_error(first.value, "PeerFailed")
 
 
 def make_stream() -> int:
@@ -227,7 +202,8 @@ def destroy_stream(handle: int) -> None:
     assert cuda_runtime().cudaStreamDestroy(ctypes.c_void_p(handle)) == 0
 
 
-def reduce_on_recycled_stream() -> None:
+@simulated()
+def test_stream_with_the_handle_of_a_destroyed_one_waits_for_that() -> None:
     group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
     first, second = ([torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)] for _ in range(2))
     group.all_reduce([torch.ones(1000).to("cuda") for _ in range(WORLD_SIZE)])  # loads kernels
@@ -253,13 +229,8 @@ def reduce_on_recycled_stream() -> None:
         assert tensor.cpu().eq(WORLD_SIZE).all()
 
 
-def test_stream_with_the_handle_of_a_destroyed_one_waits_for_that(
-    processes: SimulatedProcesses,
-) -> None:
-    processes.run(reduce_on_recycled_stream)
-
-
-def free_after_half_a_list() -> None:
+@simulated(SIMULATED_GPU_MEMORY_MIB="256")
+def test_memory_of_a_list_that_fails_midway_is_kept_until_its_work_is_done() -> None:
     """The second tensor of a list is too long for its packed copy."""
     dist.init_process_group("rota", store=dist.HashStore(), rank=0, world_size=1)
     first = torch.ones(1000).to("cuda")
@@ -269,12 +240,8 @@ def free_after_half_a_list() -> None:
     gate.put_on(torch.cuda.current_stream().cuda_stream)
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = True
-    raised = ""
-    try:
-        dist.group.WORLD.allreduce_coalesced([first, second], options)
-    except torch.OutOfMemoryError as error:
-        raised = str(error)
-    assert "out of memory" in raised
+    error = error_of(dist.group.WORLD.allreduce_coalesced, [first, second], options)
+    check_error(error, "OutOfMemoryError", "out of memory")
     address = first.data_ptr()
     del first
     assert torch.empty(1000, device="cuda").data_ptr() != address, "the first sum may still run"
@@ -282,13 +249,8 @@ def free_after_half_a_list() -> None:
     torch.cuda.synchronize()
 
 
-def test_memory_of_a_list_that_fails_midway_is_kept_until_its_work_is_done(
-    processes: SimulatedProcesses,
-) -> None:
-    processes.run(free_after_half_a_list, SIMULATED_GPU_MEMORY_MIB="256")
-
-
-def replay_without_group() -> None:
+@simulated()
+def test_graph_of_a_group_that_is_gone_touches_no_freed_memory() -> None:
     """Algorithms that need the group's memory."""
     contributions = make_contributions(300, torch.float32)
     for algorithm in ("low_latency", "one_shot", "two_shot", "ring"):
@@ -308,12 +270,6 @@ def replay_without_group() -> None:
         gc.collect()
         LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
         assert torch.cuda.mem_get_info()[0] > num_free, "what the graph has kept is not freed"
-
-
-def test_graph_of_a_group_that_is_gone_touches_no_freed_memory(
-    processes: SimulatedProcesses,
-) -> None:
-    processes.run(replay_without_group)
 
 
 # ---- the interpreter's lock ----------------------------------------------------------------------
@@ -348,8 +304,9 @@ def drop_local_group_behind_python() -> None:
 
 
 @pytest.mark.parametrize("wait", [connect_behind_python, drop_local_group_behind_python])
+@simulated()
 def test_nobody_waits_for_the_gpu_with_the_lock_of_the_interpreter(
-    processes: SimulatedProcesses, wait: Callable[[], None]
+    wait: Callable[[], None],
 ) -> None:
     """Earlier work on the GPU may need the lock: a callback, or an operator's last reference."""
-    processes.run(wait)
+    wait()

@@ -10,7 +10,7 @@ import ctypes
 import pytest
 import torch
 
-from simulated_processes import SimulatedProcesses, cuda_runtime
+from simulated_processes import cuda_runtime, simulated
 
 NUM_ELEMS = 1 << 14
 # How often to try something that fails only at times: about once in three tries if it is wrong.
@@ -41,12 +41,14 @@ def count_stale_copies(waits: bool) -> int:
     return num_stale
 
 
-def test_streams_are_ordered_by_events_alone(processes: SimulatedProcesses) -> None:
-    assert processes.run(count_stale_copies, True) == 0
-    assert processes.run(count_stale_copies, False) > 0
+@simulated()
+def test_streams_are_ordered_by_events_alone() -> None:
+    assert count_stale_copies(waits=True) == 0
+    assert count_stale_copies(waits=False) > 0
 
 
-def use_events() -> None:
+@simulated()
+def test_events_tell_when_work_is_done() -> None:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     assert end.query()  # never recorded
     begin.record()
@@ -62,12 +64,8 @@ def use_events() -> None:
         assert torch.cuda.current_stream().query()  # the record was its last operation
 
 
-def test_events_tell_when_work_is_done(processes: SimulatedProcesses) -> None:
-    processes.run(use_events)
-
-
-def count_late_queries() -> int:
-    """How often a stream is still busy after the call that queued the work has returned."""
+@simulated()
+def test_calls_return_before_the_work_is_done() -> None:
     source = torch.arange(float(NUM_ELEMS)).pin_memory()
     tensor = torch.empty(NUM_ELEMS, device="cuda")
     num_late = 0
@@ -75,14 +73,11 @@ def count_late_queries() -> int:
         tensor.copy_(source, non_blocking=True)
         num_late += not torch.cuda.current_stream().query()
         torch.cuda.synchronize()
-    return num_late
+    assert num_late > NUM_TRIALS // 4
 
 
-def test_calls_return_before_the_work_is_done(processes: SimulatedProcesses) -> None:
-    assert processes.run(count_late_queries) > NUM_TRIALS // 4
-
-
-def order_by_default_stream() -> None:
+@simulated()
+def test_default_stream_orders_blocking_streams() -> None:
     """Streams made without cudaStreamNonBlocking wait for the default stream."""
     handle = ctypes.c_void_p()
     assert cuda_runtime().cudaStreamCreate(ctypes.byref(handle)) == 0
@@ -99,14 +94,11 @@ def order_by_default_stream() -> None:
         assert torch.equal(last.cpu(), source)  # on the default stream again
 
 
-def test_default_stream_orders_blocking_streams(processes: SimulatedProcesses) -> None:
-    processes.run(order_by_default_stream)
-
-
 # ---- graphs --------------------------------------------------------------------------------------
 
 
-def replay_fork_and_join() -> None:
+@simulated()
+def test_graph_replays_what_was_captured() -> None:
     first, second, third = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
     side = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -125,29 +117,20 @@ def replay_fork_and_join() -> None:
         assert not second.cpu().any()
 
 
-def test_graph_replays_what_was_captured(processes: SimulatedProcesses) -> None:
-    processes.run(replay_fork_and_join)
-
-
-def replay_torch_operators() -> list[list[float]]:
+@simulated(SIMULATED_GPU_TORCH_OPERATORS="1")
+def test_torch_operators_are_captured() -> None:
     tensor = torch.zeros(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         next_one = tensor + 1
         tensor.copy_(next_one.double().mul_(2))
-    seen = []
-    for _ in range(3):
+    for value in (2.0, 6.0, 14.0):
         graph.replay()
-        seen.append(tensor.tolist())
-    return seen
+        assert tensor.tolist() == [value] * 3
 
 
-def test_torch_operators_are_captured(processes: SimulatedProcesses) -> None:
-    seen = processes.run(replay_torch_operators, SIMULATED_GPU_TORCH_OPERATORS="1")
-    assert seen == [[value] * 3 for value in (2.0, 6.0, 14.0)]
-
-
-def count_unordered_replays() -> int:
+@simulated()
+def test_graph_orders_nodes_by_edges_alone() -> None:
     first, second, third = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
     side = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
@@ -162,14 +145,11 @@ def count_unordered_replays() -> int:
         first.fill_(float(value))
         graph.replay()
         num_stale += not bool((third.cpu() == value).all())
-    return num_stale
+    assert num_stale > 0
 
 
-def test_graph_orders_nodes_by_edges_alone(processes: SimulatedProcesses) -> None:
-    assert processes.run(count_unordered_replays) > 0
-
-
-def wait_for_event_in_graph() -> None:
+@simulated()
+def test_external_event_is_recorded_by_each_replay() -> None:
     """A stream outside of a graph waits for an event in the middle of the graph."""
     source, target, copy = (torch.zeros(NUM_ELEMS, device="cuda") for _ in range(3))
     event = torch.cuda.Event(external=True)
@@ -188,18 +168,25 @@ def wait_for_event_in_graph() -> None:
         torch.cuda.synchronize()
 
 
-def test_external_event_is_recorded_by_each_replay(processes: SimulatedProcesses) -> None:
-    processes.run(wait_for_event_in_graph)
-
-
-def capture_what_is_forbidden(what: str) -> str:
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("synchronize", "cudaDeviceSynchronize"),
+        ("malloc", "cudaMalloc"),
+        ("query", "cudaEventQuery"),
+        ("unjoined", "unjoined work"),
+        ("isolation", "not captured"),
+    ],
+)
+@simulated()
+def test_capture_refuses_what_cuda_refuses(what: str, message: str) -> None:
     tensor = torch.zeros(10, device="cuda")
     side = torch.cuda.Stream()
     early = torch.cuda.Event()
     early.record()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError) as raised, torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(graph):
         if what == "synchronize":
             torch.cuda.synchronize()
         elif what == "malloc":
@@ -216,20 +203,3 @@ def capture_what_is_forbidden(what: str) -> str:
     torch.cuda.synchronize()
     tensor.zero_()  # the capture has failed, not the device
     assert not tensor.cpu().any()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("synchronize", "cudaDeviceSynchronize"),
-        ("malloc", "cudaMalloc"),
-        ("query", "cudaEventQuery"),
-        ("unjoined", "unjoined work"),
-        ("isolation", "not captured"),
-    ],
-)
-def test_capture_refuses_what_cuda_refuses(
-    processes: SimulatedProcesses, what: str, message: str
-) -> None:
-    assert message in processes.run(capture_what_is_forbidden, what)

@@ -1,4 +1,4 @@
-// What the environment says of the simulated GPUs; tests/simulated_gpu.py sets it.
+// What the environment says of the simulated GPUs.
 #pragma once
 
 #include <cstdint>
