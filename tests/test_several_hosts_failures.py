@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -14,45 +13,37 @@ import torch.distributed as dist
 
 import rota
 from hosts import Hosts
-from ranks import Rank, Ranks, check_error, error_of, on_ranks
+from ranks import Rank, check_error, error_of, kill_self
+from several_hosts import TWO_BY_TWO, Layout, on_layout
 
 NUM_ELEMS = 1 << 20
 
 
-def pretend_hosts(rank: Rank, ranks_per_host: int = 2) -> None:
-    """Host ids of the rank's own making, on one network."""
-    os.environ["ROTA_HOST_ID"] = f"host{rank.rank // ranks_per_host}"
-
-
-def outcome(call: Callable[[], object]) -> tuple[str, str, float]:
-    """The error's type and text, and the seconds until it came."""
-    start = time.monotonic()
-    return *error_of(call), time.monotonic() - start
-
-
 def connect(rank: Rank, timeout_s: float = 30.0) -> rota.Communicator:
-    pretend_hosts(rank)
     rank.init("gloo", timeout_s)
-    return rota.Communicator(timeout=timedelta(seconds=timeout_s))
+    communicator = rota.Communicator(timeout=timedelta(seconds=timeout_s))
+    communicator.barrier()
+    return communicator
 
 
 def reduce_until_error(comm: rota.Communicator) -> tuple[str, str, float]:
+    """The error's type and text, and the seconds until it came."""
     tensor = torch.ones(NUM_ELEMS)
 
     def reduce() -> None:
         while True:
             comm.all_reduce(tensor)
 
-    return outcome(reduce)
+    start = time.monotonic()
+    return *error_of(reduce), time.monotonic() - start
 
 
 def lose_a_rank(rank: Rank, victim: int) -> tuple[str, str, float]:
     comm = connect(rank)
-    comm.barrier()
     rank.tell()
     if rank.rank == victim:
         rank.hear()  # all have left the barrier, which the failure of a later call would end, too
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
     result = reduce_until_error(comm)
     time.sleep(1)  # a rank that ends takes its connections with it
     return result
@@ -60,7 +51,7 @@ def lose_a_rank(rank: Rank, victim: int) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_hosts_hear_of_a_killed_rank(victim: int) -> None:
-    with Ranks(4, lose_a_rank, victim, timeout_s=40) as ranks:
+    with TWO_BY_TWO.start(lose_a_rank, victim, timeout_s=40) as ranks:
         ranks.hear_all()
         ranks.tell(victim)
         results = ranks.results(killed={victim})
@@ -71,14 +62,11 @@ def test_all_hosts_hear_of_a_killed_rank(victim: int) -> None:
         assert seconds < 5, (rank, seconds)
 
 
-def end_before_the_others(
-    rank: Rank, hosts: tuple[int, ...], sender: int, receiver: int
-) -> tuple[str, str]:
+def end_before_the_others(rank: Rank, sender: int, receiver: int) -> tuple[str, str]:
     """Rank 2 ends while the data of its last call is still on its way from sender to receiver."""
-    os.environ["ROTA_HOST_ID"] = f"host{hosts[rank.rank]}"
     rank.init()
     num_elems = 1 << 27
-    sent, expected = [0] * len(hosts), [0] * len(hosts)
+    sent, expected = [0] * rank.world_size, [0] * rank.world_size
     if rank.rank == sender:
         sent[receiver] = num_elems
     if rank.rank == receiver:
@@ -86,24 +74,22 @@ def end_before_the_others(
     output = torch.empty(sum(expected))
     dist.all_to_all_single(output, torch.ones(sum(sent)), expected, sent)
     if rank.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
     assert bool((output == 1).all())
     rank.tell()
     rank.hear()
-    error, text, _ = outcome(dist.barrier)
+    error = error_of(dist.barrier)
     time.sleep(1)  # a rank that ends takes its connections with it
-    return error, text
+    return error
 
 
 @pytest.mark.parametrize(
-    ("hosts", "sender", "receiver"),
-    [((0, 0, 1, 1), 0, 3), ((0, 1, 2, 2), 0, 1)],
+    ("layout", "sender", "receiver"),
+    [(TWO_BY_TWO, 0, 3), (Layout((0, 1, 2, 2)), 0, 1)],
     ids=["own_host_is_in_the_call", "own_host_has_told_the_others"],
 )
-def test_rank_that_has_done_its_part_may_end(
-    hosts: tuple[int, ...], sender: int, receiver: int
-) -> None:
-    with Ranks(4, end_before_the_others, hosts, sender, receiver, timeout_s=40) as ranks:
+def test_rank_that_has_done_its_part_may_end(layout: Layout, sender: int, receiver: int) -> None:
+    with layout.start(end_before_the_others, sender, receiver, timeout_s=40) as ranks:
         for rank in (0, 1, 3):
             ranks.hear(rank)
         for rank in (0, 1, 3):
@@ -114,10 +100,9 @@ def test_rank_that_has_done_its_part_may_end(
         check_error(results[rank], "PeerFailed", f"rank 2 (pid {pid}) has died")
 
 
-@on_ranks(4, timeout_s=40)
+@on_layout(TWO_BY_TWO, timeout_s=40)
 def test_rank_that_is_late_is_named_on_all_hosts(rank: Rank) -> None:
     comm = connect(rank, timeout_s=2)
-    comm.barrier()
     if rank.rank == 3:
         time.sleep(4)
     error = error_of(lambda: comm.all_reduce(torch.ones(4)))
@@ -127,13 +112,9 @@ def test_rank_that_is_late_is_named_on_all_hosts(rank: Rank) -> None:
 
 def reduce_until_the_network_fails(rank: Rank) -> tuple[str, str, float]:
     del os.environ["ROTA_HOST_SILENCE_MS"]
-    rank.init("gloo")
-    comm = rota.Communicator()
-    comm.barrier()
+    comm = connect(rank)
     rank.tell()
-    start = time.monotonic()
-    error, text, _ = reduce_until_error(comm)
-    return error, text, time.monotonic() - start
+    return reduce_until_error(comm)
 
 
 def fail_network_of_host_1(how: str) -> list[tuple[str, str, float]]:
@@ -154,17 +135,15 @@ def test_host_that_vanishes_is_named_on_the_others(how: str) -> None:
         assert "rank 2 on host 1" in text
 
 
-def lose_what_is_on_the_way(rank: Rank) -> tuple[str, str, float]:
+def lose_what_is_on_the_way(rank: Rank) -> tuple[str, str]:
     """Rank 2 has done its part of the broadcast when its link fails, with the data still on it."""
     del os.environ["ROTA_HOST_SILENCE_MS"]
-    rank.init("gloo")
-    comm = rota.Communicator()
-    comm.barrier()
+    comm = connect(rank)
     tensor = torch.ones(NUM_ELEMS // 4)
-    result = outcome(lambda: comm.broadcast(tensor, 2))
+    error = error_of(comm.broadcast, tensor, 2)
     rank.tell()
     rank.hear()
-    return result
+    return error
 
 
 def test_data_lost_on_the_way_is_noticed() -> None:
@@ -177,13 +156,12 @@ def test_data_lost_on_the_way_is_noticed() -> None:
         ranks.tell_all()
         results = ranks.results()
     assert results[2][0] == "nothing"
-    for error, text, _ in results[:2]:
-        assert error == "PeerFailed" and "rank 2 on host 1 has given no sign of life" in text
+    for error in results[:2]:
+        check_error(error, "PeerFailed", "rank 2 on host 1 has given no sign of life")
 
 
 def interrupt_one(rank: Rank) -> tuple[str, str]:
     comm = connect(rank)
-    comm.barrier()
     if rank.rank == 3:
         return error_of(rank.hear)
     rank.tell()
@@ -191,7 +169,7 @@ def interrupt_one(rank: Rank) -> tuple[str, str]:
 
 
 def test_interrupted_rank_tells_all_hosts() -> None:
-    with Ranks(4, interrupt_one, timeout_s=40) as ranks:
+    with TWO_BY_TWO.start(interrupt_one, timeout_s=40) as ranks:
         for rank in range(3):
             ranks.hear(rank)
         time.sleep(0.2)  # they wait now; if not yet, the interrupt comes a little earlier

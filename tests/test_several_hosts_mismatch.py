@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 import rota
+from oracle import name_of
 from ranks import Rank, check_error, error_of
-from several_hosts import ONE_BY_ONE, ONE_HOST, PAIR, TWO_BY_TWO, Layout, of_layouts, on_layout
-
-# ---- disagreements
+from several_hosts import ONE_BY_ONE, ONE_HOST, PAIR, TWO_BY_TWO, of_layouts, on_layout
 
 
 class Called(NamedTuple):
@@ -76,14 +75,12 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(
 
 @of_layouts(PAIR, TWO_BY_TWO)
 @on_layout()
-def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank) -> None:
+def test_backend_mismatch_raises_from_wait_future_lists_and_sparse_calls(rank: Rank) -> None:
     rank.init()
     is_odd = rank.rank >= rank.world_size // 2
     tensor = torch.ones(9 if is_odd else 8)
-    errors = [error_of(lambda: dist.all_reduce(tensor))]
     work = dist.all_reduce(tensor, async_op=True)
-    errors.append(error_of(work.wait))
-    errors.append(error_of(work.get_future().wait))
+    errors = [error_of(work.wait), error_of(work.get_future().wait)]
     outputs = [torch.zeros(3 + (is_odd and i == 0)) for i in range(rank.world_size)]
     errors.append(error_of(lambda: dist.all_gather(outputs, outputs[rank.rank].clone())))
     tensors = [torch.ones(4), torch.ones(5 + is_odd), torch.ones(6)]
@@ -97,74 +94,50 @@ def test_backend_mismatch_raises_from_call_wait_and_future(rank: Rank) -> None:
         check_error(error, "Mismatch")
 
 
-def disagree_on_messages(rank: Rank) -> list[tuple[str, str]]:
+@of_layouts(ONE_HOST, TWO_BY_TWO, ONE_BY_ONE)
+@on_layout()
+def test_recv_of_another_length_or_dtype_names_both_sides(rank: Rank) -> None:
     communicator = rank.communicator()
-    n = rank.world_size
-    errors = []
-    if rank.rank == 0:
-        for _ in range(4):
-            communicator.send(torch.ones(10), n - 1, tag=4)
-        communicator.send(torch.ones(0), n - 1, tag=4)
-        communicator.send(torch.ones(300_000), n - 1, tag=4)
-        communicator.send(torch.full((2,), 5.0), n - 1, tag=4)
-    elif rank.rank == n - 1:
-        for output in (
-            torch.full((11,), 7.0),
-            torch.full((10,), 7.0, dtype=torch.float64),
-            torch.full((10,), 7, dtype=torch.int32),
-            torch.full((0,), 7.0),
-            torch.full((3,), 7.0),
-            torch.full((300_001,), 7.0),
-        ):
-            errors.append(error_of(lambda output=output: communicator.recv(output, 0, tag=4)))
+    last = rank.world_size - 1
+    for num_sent, num_elems, dtype in (
+        (10, 11, torch.float32),
+        (10, 10, torch.float64),
+        (10, 10, torch.int32),
+        (10, 0, torch.float32),
+        (0, 3, torch.float32),
+        (300_000, 300_001, torch.float32),
+    ):
+        if rank.rank == 0:
+            communicator.send(torch.ones(num_sent), last, tag=4)
+        elif rank.rank == last:
+            output = torch.full((num_elems,), 7, dtype=dtype)
+            error = error_of(communicator.recv, output, 0, tag=4)
+            sides = (f"float32[{num_sent}]", f"{name_of(dtype)}[{num_elems}]")
+            check_error(error, "Mismatch", *sides, "rank 0", f"rank {last}")
             assert (output == 7).all()
+    if rank.rank == 0:
+        communicator.send(torch.full((2,), 5.0), last, tag=4)
+    elif rank.rank == last:
         communicator.recv(output := torch.zeros(2), 0, tag=4)
         assert output.tolist() == [5.0, 5.0]
     communicator.all_reduce(ones := torch.ones(5))
-    assert ones[0].item() == n
-    return errors
+    assert ones[0].item() == rank.world_size
 
 
-@of_layouts(ONE_HOST, TWO_BY_TWO, ONE_BY_ONE)
-def test_recv_of_another_length_or_dtype_names_both_sides(layout: Layout) -> None:
-    errors = layout.run(disagree_on_messages)[-1]
-    sent = ["float32[10]"] * 4 + ["float32[0]", "float32[300000]"]
-    expected = ["float32[11]", "float64[10]", "int32[10]", "float32[0]", "float32[3]"]
-    expected.append("float32[300001]")
-    assert len(errors) == len(sent)
-    last = layout.world_size - 1
-    for (error, text), theirs, own in zip(errors, sent, expected, strict=True):
-        assert error == "Mismatch", text
-        assert theirs in text and own in text and "rank 0" in text and f"rank {last}" in text
-
-
-def split_differently(
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 3), (3, 0), (1, 2), (0, 1), (3, 2)])
+@on_layout(TWO_BY_TWO)
+def test_all_to_all_of_unequal_splits_is_a_mismatch_on_every_rank(
     rank: Rank, sender: int, receiver: int
-) -> tuple[str, str, bool, tuple[str, str], float]:
+) -> None:
     """`receiver` expects one element more of `sender` than are sent."""
     communicator = rank.communicator(timeout_s=5)
     sent, received = [20_000] * rank.world_size, [20_000] * rank.world_size
     if rank.rank == receiver:
         received[sender] += 1
     output = torch.full((sum(received),), 7.0)
-    error = error_of(
-        lambda: communicator.all_to_all(
-            output, torch.ones(sum(sent)), output_splits=received, input_splits=sent
-        )
-    )
-    total = torch.ones(5)
-    later = error_of(lambda: communicator.all_reduce(total))
-    return *error, bool((output == 7).all()), later, total[0].item()
-
-
-@pytest.mark.parametrize(("sender", "receiver"), [(0, 3), (3, 0), (1, 2), (0, 1), (3, 2)])
-def test_all_to_all_of_unequal_splits_is_a_mismatch_on_every_rank(
-    sender: int, receiver: int
-) -> None:
-    results = TWO_BY_TWO.run(split_differently, sender, receiver)
-    for error, text, untouched, _, _ in results:
-        assert error == "Mismatch", text
-        assert f"rank {sender}" in text and f"rank {receiver}" in text
-        assert untouched
-    for _, _, _, later, total in results:
-        assert (later[0], total) == ("nothing", 4.0), later[1]
+    splits = {"output_splits": received, "input_splits": sent}
+    error = error_of(communicator.all_to_all, output, torch.ones(sum(sent)), **splits)
+    communicator.all_reduce(total := torch.ones(5))
+    check_error(error, "Mismatch", f"rank {sender}", f"rank {receiver}")
+    assert (output == 7).all()
+    assert total[0].item() == 4.0

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import rota
 from hosts import Hosts
 from oracle import assert_same, exact, exact_inputs
-from ranks import Rank, Ranks, error_of
-from test_several_hosts_failures import fail_network_of_host_1, pretend_hosts
+from ranks import Rank, Ranks, check_error, error_of
+from several_hosts import TWO_BY_TWO
+from test_several_hosts_failures import connect, fail_network_of_host_1
 
 NUM_ELEMS = 1 << 18
 
@@ -36,9 +36,7 @@ def test_link_that_fails_in_one_direction_ends_the_group_on_both_sides(how: str)
 
 
 def reduce_on_slow_link(rank: Rank) -> float:
-    rank.init("gloo")
-    communicator = rota.Communicator()
-    communicator.barrier()
+    communicator = connect(rank)
     rank.tell()
     rank.hear()
     inputs = exact_inputs(rank.world_size, 1 << 21, torch.float32)
@@ -63,10 +61,7 @@ def test_host_behind_a_slow_link_is_not_lost() -> None:
 
 
 def reduce_when_told(rank: Rank) -> tuple[str, str]:
-    pretend_hosts(rank)
-    rank.init("gloo")
-    communicator = rota.Communicator()
-    communicator.barrier()
+    communicator = connect(rank)
     rank.tell()
     rank.hear()
     inputs = exact_inputs(rank.world_size, NUM_ELEMS, torch.float32)
@@ -85,7 +80,7 @@ OTHERS = [0, 1, 2]
 def with_one_stopped(silence_ms: int) -> Iterator[Ranks]:
     """The others are in a call that waits for it."""
     silence = {"ROTA_HOST_SILENCE_MS": str(silence_ms)}
-    with Ranks(4, reduce_when_told, env=silence, timeout_s=40) as ranks:
+    with TWO_BY_TWO.start(reduce_when_told, env=silence, timeout_s=40) as ranks:
         ranks.hear_all()
         ranks.kill(STOPPED, signal.SIGSTOP)
         for rank in OTHERS:
@@ -108,7 +103,6 @@ def test_rank_that_stands_still_for_too_long_is_named_on_all_hosts() -> None:
         ranks.tell(STOPPED)
         errors.append(ranks.hear_result(STOPPED))
         ranks.results()
-    for error, text in errors:
-        assert error == "PeerFailed", text
-        assert "rank 3 on host 1 has given no sign of life" in text, text
-        assert text.count("rota") == 1, "the cause is stated once"
+    for error in errors:
+        check_error(error, "PeerFailed", "rank 3 on host 1 has given no sign of life")
+        assert error[1].count("rota") == 1, "the cause is stated once"
