@@ -14,14 +14,7 @@ import torch.distributed as dist
 import rota
 from hosts import Hosts
 from ranks import Rank, check_error, error_of
-from several_hosts import (
-    INTERLEAVED,
-    TWO_BY_TWO,
-    UNEVEN,
-    default_group,
-    of_layouts,
-    on_layout,
-)
+from several_hosts import TWO_BY_TWO, default_group, on_layout
 
 ODD_RANK = 3
 HOSTS_OF_TWO_BY_TWO = "host 0 'host0' (ranks 0 1), host 1 'host1' (ranks 2 3)"
@@ -34,14 +27,9 @@ def group_for(device: str, rank: Rank) -> dist.ProcessGroup:
     return group
 
 
-def group_of_host(rank: Rank) -> Any:
-    """A group of the last host's ranks; the others are no members."""
-    return dist.new_group([2, 3])
-
-
 ODD_OPTIONS: dict[str, tuple[Callable[[Rank], dict[str, Any]], str, list[str]]] = {
     "engine-size": (
-        lambda rank: {"engine": group_of_host(rank)},
+        lambda rank: {"engine": dist.new_group([2, 3])},  # ranks 0 and 1 are no members
         "ValueError",
         ["rank 3 on host 1", "a group of 2 ranks", "expected 4 ranks and rank 3", "pass a group"],
     ),
@@ -120,16 +108,6 @@ def test_dtype_that_nothing_carries_is_refused_at_once(rank: Rank) -> None:
         assert error in ("TypeError", "ValueError"), text
         assert "wire_dtype" in text or "block_scaling" in text, text
         assert "expected" in text or "is for" in text, text
-
-
-# ---- hosts
-
-
-@of_layouts(UNEVEN, INTERLEAVED)
-@on_layout()
-def test_all_ranks_see_the_same_hosts(rank: Rank) -> None:
-    """There is one list of hosts, in the store, so no two ranks can differ."""
-    assert rank.communicator().hosts == rank.layout.hosts
 
 
 def use_names(rank: Rank, names: list[str]) -> tuple[str, str]:
