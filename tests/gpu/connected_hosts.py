@@ -17,7 +17,7 @@ import torch.distributed as dist
 import rota
 import several_hosts
 from device_engines import make_engine, num_exchanges
-from on_gpu import DEVICE, LIMIT_S, WAIT_S, Guarded
+from on_gpu import DEVICE, LIMIT_S, WAIT_S, Guarded, init
 from oracle import assert_same
 from ranks import Rank
 
@@ -25,11 +25,6 @@ TIME_S = 3 * LIMIT_S
 
 
 on_layout = functools.partial(several_hosts.on_layout, timeout_s=TIME_S)
-
-
-def init_on_gpu(rank: Rank) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("gloo", timeout_s=WAIT_S)
 
 
 def communicator_over(engine: dist.ProcessGroup | None, **options: Any) -> rota.Communicator:
@@ -42,15 +37,15 @@ class Connected:
 
     def __init__(self, rank: Rank, *, for_cpu: bool = False, **options: Any) -> None:
         if not dist.is_initialized():
-            init_on_gpu(rank)
+            init(rank, "gloo")
         self.engine = make_engine(for_cpu=for_cpu)
         self.comm = communicator_over(self.engine, **options)
         self.comm.connect_device(DEVICE)
         assert self.comm.peer_access is not None and "device engine" in self.comm.peer_access
 
-    def goes_through_engine(self, call: Callable[[], object]) -> bool:
+    def goes_through_engine(self, call: Callable[..., object], *args: Any, **options: Any) -> bool:
         before = num_exchanges(self.engine)
-        call()
+        call(*args, **options)
         return num_exchanges(self.engine) > before
 
     def same_on_both(
@@ -65,7 +60,7 @@ class Connected:
         """All-reduces `source` on the CPU and on the GPU, and compares the results."""
         on_cpu, on_gpu = source.clone(), Guarded(source, offset)
         self.comm.all_reduce(on_cpu, **options)
-        through = self.goes_through_engine(lambda: self.comm.all_reduce(on_gpu.tensor, **options))
+        through = self.goes_through_engine(self.comm.all_reduce, on_gpu.tensor, **options)
         assert through != (is_staged or source.numel() == 0), case
         assert_same(on_gpu.get(case), on_cpu, case)
 
@@ -75,7 +70,7 @@ class Connected:
         on_gpu = Guarded(on_cpu)
         self.comm.reduce_scatter(on_cpu, source, op)
         through = self.goes_through_engine(
-            lambda: self.comm.reduce_scatter(on_gpu.tensor, source.to(DEVICE), op)
+            self.comm.reduce_scatter, on_gpu.tensor, source.to(DEVICE), op
         )
         assert through == (source.numel() > 0), case
         assert_same(on_gpu.get(case), on_cpu, case)

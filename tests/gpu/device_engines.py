@@ -54,20 +54,11 @@ def num_exchanges(group: dist.ProcessGroup) -> int:
     return number
 
 
-def that_moves_nothing(rank: int, world_size: int) -> dist.ProcessGroup:
-    """A group for CUDA whose works are done at once and write nothing."""
-    return _fake(rank, world_size)
-
-
-def that_raises(rank: int, world_size: int) -> dist.ProcessGroup:
-    """A group for CUDA whose collectives raise."""
-    return _fake(rank, world_size, error_on_collective=True)
-
-
-def _fake(rank: int, world_size: int, **settings: bool) -> dist.ProcessGroup:
+def fake_engine(rank: int, world_size: int, *, raises: bool = False) -> dist.ProcessGroup:
+    """A group for CUDA whose works are done at once and write nothing, or whose collectives
+    raise."""
     options = FakeProcessGroup.Options()
-    for name, value in settings.items():
-        setattr(options, name, value)
+    options.error_on_collective = raises
     backend = FakeProcessGroup._create_internal(rank, world_size, options)
     group = dist.ProcessGroup(FakeStore(), rank, world_size)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, backend)

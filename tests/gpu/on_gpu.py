@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -60,12 +59,14 @@ def check_each(
         assert_same(one.get(f"{case}, rank {rank}"), wanted, f"{case}, rank {rank}")
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: object) -> list[Any]:
-    """Like ranks.run_ranks, with the time limit for GPUs."""
-    return ranks.run_ranks(world_size, function, *args, timeout_s=LIMIT_S)
-
-
+run_ranks = functools.partial(ranks.run_ranks, timeout_s=LIMIT_S)
 on_ranks = functools.partial(ranks.on_ranks, timeout_s=LIMIT_S)
+
+
+def init(rank: ranks.Rank, backend: str = "rota") -> None:
+    """Makes the default group."""
+    torch.cuda.set_device(DEVICE)
+    rank.init(backend, timeout_s=WAIT_S)
 
 
 def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator:

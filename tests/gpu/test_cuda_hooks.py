@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rota
 from bucket_oracle import Format, reduce_bucket
 from models import SMALL_BUCKETS_MB, ExactGradients, exact_batch
-from on_gpu import DEVICE, WAIT_S, on_ranks
+from on_gpu import DEVICE, init, on_ranks
 from oracle import assert_same, contract, random_inputs
 from ranks import Rank
 
@@ -58,8 +58,7 @@ def average_with(rank: Rank, name: str, as_view: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 @on_ranks()
 def test_cuda_hook_averages_follow_contract(rank: Rank) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     for name in HOOKS:
         for as_view in (False, True):
             average_with(rank, name, as_view)
@@ -101,8 +100,7 @@ def average_fused_with(rank: Rank, wire: Format, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 @on_ranks()
 def test_cuda_fused_hook_follows_oracle(rank: Rank) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     for wire in FUSED_WIRES:
         for options in ({}, {"loss_scale": 1024.0}):
             average_fused_with(rank, wire, options)
@@ -135,8 +133,7 @@ def train(rank: Rank, device: str) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2], ids="ws{}".format)
 @on_ranks()
 def test_cuda_training_with_scaler_and_clipping_is_that_of_the_cpu(rank: Rank) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     on_cpu, on_gpu = train(rank, "cpu"), train(rank, "cuda:0")
     for i, (theirs, ours) in enumerate(zip(on_cpu, on_gpu, strict=True)):
         if isinstance(theirs, torch.Tensor):
@@ -153,8 +150,7 @@ def test_cuda_training_with_scaler_and_clipping_is_that_of_the_cpu(rank: Rank) -
 @on_ranks()
 def test_cuda_clipping_uses_the_norm_of_the_hook(rank: Rank) -> None:
     """Gradients above max_norm, clipped in place and in the optimizer."""
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     for in_optimizer in (False, True):
         state = rota.HookState(wire_dtype=torch.float32)
         ddp = make_ddp(DEVICE)

@@ -1,8 +1,4 @@
-"""CUDA tensors of ranks on several hosts: the bits of the CPU, through GPUs and a device engine.
-
-The hosts are simulated by ROTA_HOST_ID, and the engine is NCCL or a stand-in for it
-(device_engines.py).
-"""
+"""CUDA tensors of ranks on several hosts: the bits of the CPU, through GPUs and a device engine."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ import torch.distributed as dist
 
 import rota
 from bucket_oracle import FORMATS, Format
-from connected_hosts import Connected, init_on_gpu, on_layout
+from connected_hosts import Connected, on_layout
 from device_engines import make_engine, num_exchanges
-from on_gpu import DEVICE, WAIT_S, Guarded
+from on_gpu import DEVICE, WAIT_S, Guarded, init
 from oracle import (
     DTYPES,
     FLOAT8_DTYPES,
@@ -139,10 +135,9 @@ def test_reduce_and_reduce_scatter_give_the_bits_of_the_cpu(rank: Rank) -> None:
 def test_reduce_bucket_gives_the_bits_of_the_cpu(rank: Rank) -> None:
     connected = Connected(rank)
     for wire, size in itertools.product(FORMATS, (0, 1, 513, 9001)):
+        args = (rank, connected.comm, wire, torch.float32, size)
         through = connected.goes_through_engine(
-            lambda wire=wire, size=size: reduce_bucket_on_both(
-                rank, connected.comm, wire, torch.float32, size, result_factor=1 / 1024
-            )
+            reduce_bucket_on_both, *args, result_factor=1 / 1024
         )
         assert through == (size > 0), (wire, size)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
@@ -160,10 +155,8 @@ def test_error_feedback_gives_the_bits_of_the_cpu(rank: Rank) -> None:
         source = random_inputs(n, size, torch.float32)[rank.rank]
         buckets, residuals = [], []
         for device in ("cpu", DEVICE):
-            residual = torch.zeros(size).to(device)
-            guard = Guarded(torch.zeros(size)) if device == DEVICE else None
-            if guard is not None:
-                residual = guard.tensor
+            guard = Guarded(torch.zeros(size))
+            residual = guard.tensor if device == DEVICE else torch.zeros(size)
             stats = torch.zeros(2, dtype=torch.float64).to(device)
             for _ in range(3):
                 bucket = source.clone().to(device)
@@ -176,7 +169,7 @@ def test_error_feedback_gives_the_bits_of_the_cpu(rank: Rank) -> None:
                     divisor=float(n),
                 )
             buckets.append(bucket.cpu())
-            residuals.append(guard.get("residual") if guard is not None else residual)
+            residuals.append(guard.get("residual") if device == DEVICE else residual)
         assert_same(buckets[1], buckets[0], f"{wire}")
         for residual in residuals:
             dist.all_reduce(residual)
@@ -187,7 +180,7 @@ def test_error_feedback_gives_the_bits_of_the_cpu(rank: Rank) -> None:
 @pytest.mark.torch_kernels
 @on_layout(TWO_BY_TWO)
 def test_gradients_of_a_state_with_an_engine_go_from_gpu_to_gpu(rank: Rank) -> None:
-    init_on_gpu(rank)
+    init(rank, "gloo")
     engine = make_engine()
     inputs = random_inputs(rank.world_size, 5001, torch.float32)
     expected = by_hosts(inputs, rank.layout, "avg", Format(torch.float8_e4m3fn, True))
@@ -218,16 +211,12 @@ def test_broadcast_and_all_gather_move_every_bit(rank: Rank) -> None:
         ]
         for root in (0, n - 1):
             sent = Guarded(inputs[own], offset=root)
-            through = connected.goes_through_engine(
-                lambda sent=sent, root=root: comm.broadcast(sent.tensor, root)
-            )
+            through = connected.goes_through_engine(comm.broadcast, sent.tensor, root)
             assert through == (size > 0), case
             assert_same(sent.get(case), inputs[root], f"broadcast {case}")
         gathered = Guarded(torch.zeros(size * n).to(dtype), offset=1)
         through = connected.goes_through_engine(
-            lambda gathered=gathered, inputs=inputs: comm.all_gather(
-                gathered.tensor, inputs[own].to(DEVICE)
-            )
+            comm.all_gather, gathered.tensor, inputs[own].to(DEVICE)
         )
         assert through == (size > 0), case
         assert_same(gathered.get(case), torch.cat(inputs), f"all_gather {case}")
@@ -294,7 +283,7 @@ def test_memory_of_a_dropped_tensor_is_not_reused_too_early(rank: Rank) -> None:
 
 @on_layout(TWO_BY_TWO)
 def test_backend_rota_takes_a_device_engine(rank: Rank) -> None:
-    init_on_gpu(rank)
+    init(rank, "gloo")
     engine = make_engine()
     options = rota.BackendOptions(
         engine=engine, inter_wire_dtype=torch.float16, inter_block_scaling=False

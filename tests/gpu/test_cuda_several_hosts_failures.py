@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import rota
-from connected_hosts import TIME_S, Connected, communicator_over, init_on_gpu, on_layout
-from device_engines import make_engine, num_exchanges, that_moves_nothing, that_raises
-from on_gpu import DEVICE, WAIT_S, capture
+from connected_hosts import TIME_S, Connected, communicator_over, on_layout
+from device_engines import fake_engine, make_engine, num_exchanges
+from on_gpu import DEVICE, WAIT_S, capture, init
 from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
 from ranks import Rank, check_error, error_of
 from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout, by_hosts, of_layouts
@@ -48,7 +48,7 @@ def test_what_has_no_kernel_is_staged(rank: Rank) -> None:
 @on_layout(TWO_BY_TWO)
 def test_an_engine_for_the_cpu_alone_stages(rank: Rank) -> None:
     """As without an engine: Gloo's one backend for all devices would stage, too."""
-    init_on_gpu(rank)
+    init(rank, "gloo")
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
     for engine in (None, dist.new_group(backend="gloo")):
         comm = communicator_over(engine)
@@ -60,7 +60,7 @@ def test_an_engine_for_the_cpu_alone_stages(rank: Rank) -> None:
 def join_on_one_host(rank: Rank) -> str | None:
     if rank.layout.host_of[rank.rank] == 1:
         os.environ["ROTA_PEER_MEMORY"] = "symmetric"
-    init_on_gpu(rank)
+    init(rank, "gloo")
     engine = make_engine()
     comm = communicator_over(engine)
     inputs = random_inputs(rank.world_size, 1000, torch.float32)
@@ -116,7 +116,7 @@ def test_calls_that_differ_are_a_mismatch_on_every_rank(rank: Rank) -> None:
 
 @on_layout(TWO_BY_TWO)
 def test_joining_gpus_is_compared_with_other_calls(rank: Rank) -> None:
-    init_on_gpu(rank)
+    init(rank, "gloo")
     comm = communicator_over(make_engine())
     ones = torch.ones(8)
     call = comm.barrier if rank.rank == 3 else lambda: comm.all_reduce(ones.to(DEVICE))
@@ -137,9 +137,8 @@ def test_engine_of_the_wrong_size_is_an_error_on_every_rank(rank: Rank) -> None:
 
 @on_layout(ONE_BY_ONE)
 def test_engine_that_does_not_deliver_is_an_error_on_every_rank(rank: Rank) -> None:
-    init_on_gpu(rank)
-    engine = that_moves_nothing(rank.rank, rank.world_size)
-    comm = communicator_over(engine)
+    init(rank, "gloo")
+    comm = communicator_over(fake_engine(rank.rank, rank.world_size))
     error = error_of(lambda: comm.connect_device(DEVICE))
     assert error_of(lambda: comm.all_reduce(torch.ones(4)))[0] == "TransportError"
     check_error(error, "TransportError", "did not deliver", "pass another engine")
@@ -147,10 +146,10 @@ def test_engine_that_does_not_deliver_is_an_error_on_every_rank(rank: Rank) -> N
 
 @on_layout(TWO_BY_TWO)
 def test_engine_that_fails_on_one_rank_is_an_error_on_every_rank(rank: Rank) -> None:
-    init_on_gpu(rank)
+    init(rank, "gloo")
     engine = make_engine()  # nothing ends the wait of its first exchange
     if rank.rank == 1:
-        engine = that_raises(rank.rank, rank.world_size)
+        engine = fake_engine(rank.rank, rank.world_size, raises=True)
     comm = communicator_over(engine)
     first = error_of(lambda: comm.all_reduce(torch.ones(4).to(DEVICE)))
     check_error(error_of(lambda: comm.all_reduce(torch.ones(4))), first[0])
@@ -182,8 +181,7 @@ def lose_last(rank: Rank) -> tuple[str, str]:
 def test_all_survivors_hear_of_a_killed_rank(layout: Layout) -> None:
     last = layout.world_size - 1
     with layout.start(lose_last, timeout_s=TIME_S) as ranks:
-        for rank in range(last + 1):
-            ranks.hear(rank)
+        ranks.hear_all()
         ranks.kill(last)
         killed_at = time.monotonic()
         for rank in range(last):
@@ -206,16 +204,14 @@ def interrupt_one(rank: Rank) -> tuple[str, str]:
 
 def test_interrupted_call_is_an_error_on_every_rank() -> None:
     with ONE_BY_ONE.start(interrupt_one, timeout_s=TIME_S) as ranks:
-        for rank in (0, 1):
-            ranks.hear(rank)
+        ranks.hear_all()
         time.sleep(0.2)  # rank 0 waits now; if not yet, the interrupt comes a little earlier
         ranks.kill(0, signal.SIGINT)
         interrupted_at = time.monotonic()
         assert ranks.hear_result(0)[0] == "KeyboardInterrupt"
         assert time.monotonic() - interrupted_at < 2
         ranks.tell(1)
-        error, text = ranks.results()[1]
-    assert error == "PeerFailed" and "rank 0 was interrupted" in text, text
+        check_error(ranks.results()[1], "PeerFailed", "rank 0 was interrupted")
 
 
 @on_layout(ONE_BY_ONE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from on_gpu import DEVICE, WAIT_S, capture, connect, on_ranks, run_ranks
+from on_gpu import DEVICE, capture, connect, init, on_ranks, run_ranks
 from oracle import assert_same, exact, exact_inputs, random_inputs
 from ranks import Rank
 
@@ -68,8 +68,7 @@ def test_cuda_all_reduce_replays_with_other_values(rank: Rank) -> None:
 def test_cuda_transfers_are_captured_behind_collectives(rank: Rank) -> None:
     """Alternates collectives and transfers: the very first transfers are captured, dist.recv and
     dist.all_reduce use different streams, and replays of all graphs alternate with eager calls."""
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     inputs = exact_inputs(2, 20_000, torch.float32)
     total = exact(inputs, "sum")
     reduced, moved = (torch.zeros(20_000).to(DEVICE) for _ in range(2))
@@ -108,8 +107,7 @@ def test_cuda_transfers_are_captured_behind_collectives(rank: Rank) -> None:
 def test_cuda_recv_waits_for_a_graph_from_before_the_first_one(rank: Rank) -> None:
     """Replays a graph that was captured before the first receive. Both use the communicator's links
     (the message is too long for low_latency), and only the communicator orders them."""
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     inputs = exact_inputs(2, 20_000, torch.float32)
     reduced, moved = torch.zeros(20_000).to(DEVICE), inputs[0].to(DEVICE)
     dist.all_reduce(reduced)
@@ -131,8 +129,7 @@ def test_cuda_recv_waits_for_a_graph_from_before_the_first_one(rank: Rank) -> No
 @on_ranks(2)
 def test_cuda_first_recv_does_not_wait_for_the_own_send(rank: Rank) -> None:
     """Sends more than the links hold, so no send ends before the other rank receives."""
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     inputs = random_inputs(2, 2_000_000, torch.float32)
     sent, received = inputs[rank.rank].to(DEVICE), torch.zeros(2_000_000).to(DEVICE)
     dist.all_reduce(torch.zeros(1).to(DEVICE))  # joins the GPUs
@@ -145,8 +142,7 @@ def test_cuda_first_recv_does_not_wait_for_the_own_send(rank: Rank) -> None:
 
 def exchange_in_circles(rank: Rank) -> None:
     """Messages longer than what the links hold, which every rank lists beginning with its own."""
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     own, others = rank.rank, [(rank.rank + i) % 3 for i in (1, 2)]
     inputs = random_inputs(3, 2_000_000, torch.float32)
     sent, negative = inputs[own].to(DEVICE), inputs[own].neg().to(DEVICE)

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 import rota
-from on_gpu import DEVICE, LIMIT_S, WAIT_S, on_ranks
+from on_gpu import DEVICE, LIMIT_S, init, on_ranks
 from ranks import Rank
 
 pytestmark = pytest.mark.torch_kernels
@@ -97,8 +97,7 @@ def sharded(rank: Rank, device: torch.device) -> list[torch.Tensor]:
 def test_training_on_a_shared_gpu_gives_the_parameters_of_the_cpu(
     rank: Rank, way: Callable[[Rank, torch.device], list[torch.Tensor]]
 ) -> None:
-    torch.cuda.set_device(DEVICE)
-    rank.init("rota", timeout_s=WAIT_S)
+    init(rank)
     on_cpu, on_gpu = (way(rank, device) for device in (torch.device("cpu"), DEVICE))
     for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(gpu.detach().cpu(), cpu.detach().cpu(), rtol=0, atol=BOUND)
