@@ -67,27 +67,12 @@ def to_numpy(tensor: torch.Tensor) -> Array:
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 
-def _minimum(a: Array, b: Array) -> Array:
-    return np.where((a < b) | np.isnan(a), a, b)
-
-
-def _maximum(a: Array, b: Array) -> Array:
-    return np.where((a > b) | np.isnan(a), a, b)
-
-
-_FLOAT_OPS: dict[str, Callable[[Array, Array], Array]] = {
+OPS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "avg": np.add,
     "product": np.multiply,
-    "min": _minimum,
-    "max": _maximum,
-}
-_INTEGER_OPS: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add,
-    "avg": np.add,
-    "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": lambda a, b: np.where((a < b) | np.isnan(a), a, b),
+    "max": lambda a, b: np.where((a > b) | np.isnan(a), a, b),
     "band": np.bitwise_and,
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
@@ -99,8 +84,8 @@ def exact(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     dtype = inputs[0].dtype
     if not dtype.is_floating_point:
         return _reduce_integers(inputs, op)
-    total = functools.reduce(_FLOAT_OPS[op], [to_numpy(tensor) for tensor in inputs])
-    return _tensor(round_to(total / len(inputs) if op == "avg" else total, dtype), dtype)
+    total = functools.reduce(OPS[op], [to_numpy(tensor) for tensor in inputs])
+    return to_tensor(round_to(total / len(inputs) if op == "avg" else total, dtype), dtype)
 
 
 def reduce_in_order(
@@ -161,12 +146,12 @@ def contract(
         def add(total: Array, other: Array) -> Array:
             if hop_dtype is not None:
                 total = round_to(total, hop_dtype).astype(accumulate)
-            return _FLOAT_OPS[op](total, other)
+            return OPS[op](total, other)
 
         total = reduce_in_order(add, values, group_size=group_size, order=order)
         if op == "avg":
             total = total / accumulate(len(inputs))
-        return _tensor(round_to(round_to(total, wire), dtype), dtype)
+        return to_tensor(round_to(round_to(total, wire), dtype), dtype)
 
 
 def _reduce_integers(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
@@ -174,13 +159,13 @@ def _reduce_integers(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     a sum is "any" and a product is "all"."""
     if inputs[0].dtype == torch.bool:
         op = {"sum": "bor", "product": "band", "min": "band", "max": "bor"}.get(op, op)
-    total = functools.reduce(_INTEGER_OPS[op], [to_numpy(t) for t in inputs])
+    total = functools.reduce(OPS[op], [to_numpy(t) for t in inputs])
     if op == "avg":
         total = (total - np.fmod(total, len(inputs))) // len(inputs)
     return torch.from_numpy(total)
 
 
-def _tensor(values: Array, dtype: torch.dtype) -> torch.Tensor:
+def to_tensor(values: Array, dtype: torch.dtype) -> torch.Tensor:
     """Converts float64 values, which the dtype must represent exactly, to a tensor."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
@@ -241,7 +226,7 @@ def random_inputs(world_size: int, num_elems: int, dtype: torch.dtype) -> list[t
         if dtype.is_floating_point:
             values = generator.standard_normal(num_elems)
             values *= np.exp2(generator.integers(-6, 7, num_elems))
-            inputs.append(_tensor(round_to(values, dtype), dtype))
+            inputs.append(to_tensor(round_to(values, dtype), dtype))
         elif dtype == torch.bool:
             inputs.append(torch.from_numpy(generator.integers(0, 2, num_elems) == 1))
         else:
@@ -271,7 +256,7 @@ def special_values(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     values += [info.max, info.min, torch.nan]
     values += [torch.inf, -torch.inf] if dtype != torch.float8_e4m3fn else []
     grids = np.meshgrid(*[np.array(values)] * world_size, indexing="ij")
-    return [_tensor(grid.ravel(), dtype) for grid in grids]
+    return [to_tensor(grid.ravel(), dtype) for grid in grids]
 
 
 def rounding_traps(world_size: int, wire_dtype: torch.dtype) -> list[torch.Tensor]:

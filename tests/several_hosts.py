@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +16,13 @@ import rota
 from bucket_oracle import Format, through_wire
 from oracle import (
     FLOAT8_DTYPES,
+    OPS,
+    Array,
     exact,
     reduce_in_order,
     round_to,
     to_numpy,
+    to_tensor,
 )
 from ranks import Body, Rank, Ranks, as_test
 
@@ -121,28 +125,13 @@ def default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-# ---- the contract, in torch and numpy
-
-_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": lambda a, b: torch.where((a < b) | a.isnan(), a, b),
-    "max": lambda a, b: torch.where((a > b) | a.isnan(), a, b),
-}
+# ---- the contract, in numpy
 
 
-def rounded(values: torch.Tensor, wire: Format | None) -> torch.Tensor:
+def rounded(values: Array, wire: Format | None) -> Array:
     if wire is None:
         return values
-    return torch.from_numpy(through_wire(to_numpy(values), wire)).to(values.dtype)
-
-
-def _converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded once; torch converts float64 to 16 bits by way of float32, which rounds twice."""
-    if values.dtype == dtype:
-        return values
-    return torch.from_numpy(round_to(to_numpy(values), dtype)).to(dtype)
+    return through_wire(values.astype(np.float64), wire).astype(values.dtype)
 
 
 def by_hosts(
@@ -171,17 +160,19 @@ def by_hosts(
     if not dtype.is_floating_point:
         return exact(inputs, op)
     is_double = dtype == torch.float64 and not (wire and wire.block_scaling)
-    local = torch.float64 if is_double else torch.float32
-    above = local if wire is None or wire.dtype == torch.float64 else torch.float32
-    add = functools.partial(reduce_in_order, _OPS[op], group_size=None, order=order)
-    contributions = [tensor.to(local) * contribution_factor for tensor in inputs]
-    sums = [add([contributions[rank] for rank in ranks]) for ranks in layout.hosts]
-    total = add([rounded(partial, wire).to(above) for partial in sums])
-    if divisor is None and op == "avg":
-        divisor = len(inputs)
-    if divisor is not None:
-        total = total / torch.tensor(divisor, dtype=above)
-    return _converted(rounded(total, wire) * result_factor, dtype)
+    local = np.float64 if is_double else np.float32
+    above = local if wire is None or wire.dtype == torch.float64 else np.float32
+    add = functools.partial(reduce_in_order, OPS[op], group_size=None, order=order)
+    with np.errstate(all="ignore"):
+        contributions = [to_numpy(t).astype(local) * contribution_factor for t in inputs]
+        sums = [add([contributions[rank] for rank in ranks]) for ranks in layout.hosts]
+        total = add([rounded(partial, wire).astype(above) for partial in sums])
+        if divisor is None and op == "avg":
+            divisor = len(inputs)
+        if divisor is not None:
+            total = total / above(divisor)
+        result = rounded(total, wire) * result_factor
+        return to_tensor(round_to(result, dtype), dtype)
 
 
 def wires_of(dtype: torch.dtype) -> Iterator[Format]:

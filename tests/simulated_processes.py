@@ -26,6 +26,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+
 import simulated_gpu
 from ranks import Body, as_test
 
@@ -136,9 +139,6 @@ def init_group(rank: int, world_size: int, store_path: str, timeout_s: float = 3
         store_path: a file that does not exist, for the store.
         timeout_s: the group's.
     """
-    import torch
-    import torch.distributed as dist
-
     torch.cuda.set_device(0)
     dist.init_process_group(
         "rota",
@@ -147,6 +147,15 @@ def init_group(rank: int, world_size: int, store_path: str, timeout_s: float = 3
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def contribution(rank: int, num_elems: int = 1000) -> torch.Tensor:
+    """What a rank adds to sums, on the CPU; they are exact."""
+    return torch.arange(num_elems, dtype=torch.float32) * (rank + 1)
+
+
+def sum_of_two(num_elems: int = 1000) -> torch.Tensor:
+    return contribution(0, num_elems) + contribution(1, num_elems)
 
 
 def cuda_runtime() -> ctypes.CDLL:
@@ -221,11 +230,6 @@ def _await(child: _Child, deadline: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    import torch  # noqa: F401
-
-    import rota  # noqa: F401
-
     # Outcomes are pickled as instances of the module that the tests import.
     sys.modules["simulated_processes"] = sys.modules["__main__"]
     Outcome.__module__ = "simulated_processes"

@@ -21,10 +21,16 @@ import torch.distributed as dist
 
 import rota
 from ranks import check_error, error_of
-from simulated_processes import SimulatedProcesses, cuda_runtime, init_group, values_of
+from simulated_processes import (
+    SimulatedProcesses,
+    contribution,
+    cuda_runtime,
+    init_group,
+    sum_of_two,
+    values_of,
+)
 
 WORLD_SIZE = 2
-NUM_ELEMS = 1000
 PATIENCE_S = 2.0  # how long ranks wait for each other (core/joined_regions.cpp)
 LATE_S = 0.5  # far less than that, but far more than a kernel takes
 FREED_TOO_EARLY = "another process has freed"
@@ -46,10 +52,6 @@ def connect(rank: int, store_path: str, world_size: int = WORLD_SIZE) -> rota.Co
     comm.connect_device(torch.device("cuda", 0))
     assert comm.peer_access != "the host's memory"
     return comm
-
-
-def contribution(rank: int) -> torch.Tensor:
-    return torch.arange(NUM_ELEMS, dtype=torch.float32) * (rank + 1)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -165,7 +167,7 @@ def leave_one_that_stays(rank: int, store_path: str) -> float:
     holder[0].all_reduce(tensor)
     seconds = leave(holder, "close") if rank == 0 else 0.0
     other.all_reduce(tensor)
-    assert torch.equal(tensor.cpu(), WORLD_SIZE * sum(contribution(peer) for peer in range(2)))
+    assert torch.equal(tensor.cpu(), 2 * sum_of_two())
     if rank == 1:
         # It still maps memory that rank 0 has freed, but no longer uses it.
         seconds = leave(holder, "close")

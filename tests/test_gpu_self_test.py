@@ -23,7 +23,15 @@ import torch.distributed as dist
 import rota
 from ranks import error_of
 from rota import _C
-from simulated_processes import Outcome, SimulatedProcesses, init_group, values_of
+from simulated_processes import (
+    Outcome,
+    SimulatedProcesses,
+    contribution,
+    init_group,
+    sum_of_two,
+    values_of,
+)
+from test_cuda_fallbacks import check_through_host
 
 WORLD_SIZE = 2
 NUM_ELEMS = 70_001  # auto: two_shot of float32
@@ -46,23 +54,12 @@ def start(rank: int, store_path: str) -> rota.Communicator:
     return rota.Communicator()
 
 
-def contribution(rank: int, num_elems: int = NUM_ELEMS) -> torch.Tensor:
-    return torch.arange(num_elems, dtype=torch.float32) * (rank + 1)
-
-
 def check_all_reduce(
     comm: rota.Communicator, algorithm: str = "auto", num_elems: int = NUM_ELEMS
 ) -> None:
     tensor = contribution(comm.rank, num_elems).cuda()
     comm.all_reduce(tensor, algorithm=algorithm)
-    total = sum(contribution(peer, num_elems) for peer in range(WORLD_SIZE))
-    assert torch.equal(tensor.cpu(), total)
-
-
-def check_reduce_bucket(comm: rota.Communicator) -> None:
-    bucket, stats = contribution(comm.rank).cuda(), torch.zeros(2, dtype=torch.float64).cuda()
-    comm.reduce_bucket(bucket, stats, wire_dtype=torch.float32, block_scaling=False)
-    assert torch.equal(bucket.cpu(), sum(contribution(peer) for peer in range(WORLD_SIZE)))
+    assert torch.equal(tensor.cpu(), sum_of_two(num_elems))
 
 
 def run_ranks(
@@ -212,11 +209,7 @@ def use_the_host(rank: int, store_path: str) -> None:
     for num_elems in (100, NUM_ELEMS):
         check_all_reduce(comm, num_elems=num_elems)
     check_all_reduce(comm, algorithm="ring")
-    check_reduce_bucket(comm)
-    tensor = contribution(rank).cuda()
-    comm.broadcast(tensor, 1)
-    assert torch.equal(tensor.cpu(), contribution(1))
-    assert comm.peer_access == "the host's memory"
+    check_through_host(comm)
 
 
 def test_wrong_kernel_of_one_rank_sends_all_through_the_host(

@@ -64,25 +64,18 @@ def test_send_both_ranks_first_does_not_hang(rank: Rank) -> None:
 def test_send_bad_peer_tag_or_tensor_is_refused(rank: Rank) -> None:
     comm = rank.communicator()
     tensor = numbers(0)
-    errors = [
-        error_of(lambda: comm.send(tensor, 2)),
-        error_of(lambda: comm.recv(tensor, 2)),
-        error_of(lambda: comm.recv(tensor, -1)),
-        error_of(lambda: comm.send(tensor, 1 - rank.rank, tag=-1)),
-        error_of(lambda: comm.recv(tensor, tag=-1)),
-        error_of(lambda: dist.group.WORLD.send([tensor], 1 - rank.rank, -5)),
-        error_of(lambda: dist.group.WORLD.send([tensor, tensor], 1 - rank.rank, 0)),
-        error_of(lambda: comm.send(tensor.expand(2, 1000), 1 - rank.rank)),
-    ]
-    assert all(kind == "ValueError" for kind, _ in errors), errors
-    texts = [text for _, text in errors]
-    assert "rota.send: the peer is 2, expected a rank in [0, 2)" in texts[0]
-    assert "rota.recv: the peer is 2" in texts[1]
-    assert "rota.recv: the peer is -1" in texts[2]
-    assert "rota.send: tag is -1, expected 0 or more" in texts[3]
-    assert "rota.recv: tag is -1" in texts[4]
-    assert "tag is -5" in texts[5]
-    assert "2 tensors, expected one" in texts[6]
+    peer = 1 - rank.rank
+    for call, fact in (
+        (lambda: comm.send(tensor, 2), "rota.send: the peer is 2, expected a rank in [0, 2)"),
+        (lambda: comm.recv(tensor, 2), "rota.recv: the peer is 2"),
+        (lambda: comm.recv(tensor, -1), "rota.recv: the peer is -1"),
+        (lambda: comm.send(tensor, peer, tag=-1), "rota.send: tag is -1, expected 0 or more"),
+        (lambda: comm.recv(tensor, tag=-1), "rota.recv: tag is -1"),
+        (lambda: dist.group.WORLD.send([tensor], peer, -5), "tag is -5"),
+        (lambda: dist.group.WORLD.send([tensor, tensor], peer, 0), "2 tensors, expected one"),
+        (lambda: comm.send(tensor.expand(2, 1000), peer), ""),
+    ):
+        check_error(error_of(call), "ValueError", fact)
 
 
 def send_to_nobody(rank: Rank) -> tuple[str, str] | None:
@@ -90,8 +83,7 @@ def send_to_nobody(rank: Rank) -> tuple[str, str] | None:
     if rank.rank == 1:
         rank.hear()
         return None
-    error = error_of(lambda: comm.send(numbers(0, LONG), 1, tag=6))
-    return error
+    return error_of(lambda: comm.send(numbers(0, LONG), 1, tag=6))
 
 
 def test_send_that_nobody_receives_times_out_and_names_who_was_awaited() -> None:
@@ -118,8 +110,8 @@ def test_recv_from_a_rank_that_dies_names_it(is_any: bool) -> None:
         time.sleep(0.1)
         pid = ranks.pid(1)
         ranks.kill(1)
-        kind, text = ranks.results(killed={1})[0]
-    assert kind == "PeerFailed" and f"rank 1 (pid {pid})" in text
+        error = ranks.results(killed={1})[0]
+    check_error(error, "PeerFailed", f"rank 1 (pid {pid})")
 
 
 @on_ranks(2)

@@ -101,7 +101,7 @@ def test_fsdp_collectives_round_once_to_the_wire(rank: Rank) -> None:
     for wire, elems in [*cases, (torch.bfloat16, 600_001)]:
         inputs = random_inputs(n, elems, torch.float32)
         form = Format(wire, wire.itemsize == 1)
-        expected = torch.cat([rounded(part, form) for part in inputs])
+        expected = torch.cat([torch.from_numpy(rounded(p.numpy(), form)) for p in inputs])
         output = torch.zeros(n * elems)
         rota.fsdp.AllGather(wire)(output, inputs[own_rank], default_group())
         assert_same(output, expected, f"all_gather {elems} in {wire}")

@@ -203,13 +203,12 @@ def test_cuda_reduce_gather_scatter_and_all_to_all_move_every_bit(rank: Rank) ->
     output_splits = [100 * peer + own for peer in range(world_size)]
     output = torch.zeros(2 * sum(output_splits)).to(DEVICE)[1::2]
     comm.all_to_all(output, strided, output_splits=output_splits, input_splits=splits)
-    pieces = [
-        source[: 100 * peer * world_size + sum(range(world_size))].split(
-            [100 * peer + other for other in range(world_size)]
-        )[own]
+    # Before rank i's part for this rank stand 100 * i + j for each j below.
+    parts_of_ranks = [
+        source[100 * peer * own + sum(range(own)) :][: 100 * peer + own]
         for peer, source in enumerate(sources)
     ]
-    assert_same(output.cpu(), torch.cat(pieces), "all_to_all with splits")
+    assert_same(output.cpu(), torch.cat(parts_of_ranks), "all_to_all with splits")
 
 
 def gather_with_other_roots(rank: Rank) -> str:

@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 import rota
-from on_gpu import DEVICE, on_ranks
+from on_gpu import DEVICE, init, on_ranks
 from ranks import Rank, check_error, error_of
 
 
 @on_ranks(3)
 def test_cuda_ranks_access_each_others_windows(ranks: Rank) -> None:
-    ranks.init()
-    torch.cuda.set_device(DEVICE)
+    init(ranks)
     rank, world_size = ranks.rank, ranks.world_size
     window = rota.Window((world_size, 100), dtype=torch.int32, device="cuda")
     assert isinstance(window, rota.Window)
@@ -41,8 +40,7 @@ def test_cuda_ranks_access_each_others_windows(ranks: Rank) -> None:
 
 @on_ranks(2)
 def test_cuda_bad_input_is_refused(ranks: Rank) -> None:
-    ranks.init()
-    torch.cuda.set_device(DEVICE)
+    init(ranks)
     rank = ranks.rank
     tensor = torch.ones(4).cuda()
     errors: list[Any] = [
