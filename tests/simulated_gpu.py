@@ -62,7 +62,7 @@ SYMMETRIC_MEMORY_LIBRARY = "libtorch_symmetric_memory.so"
 # Faster than the programs of tests/cpp/, because torch runs on it.
 FLAGS = (*CXX_FLAGS, "-O1", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
 # Sources of the library with rota's kernels; all others belong to the runtime library.
-KERNELS_SOURCES = ("block", "kernel_faults", "rota_kernels")
+KERNELS_SOURCES = ("block", "rota_kernels")
 # Sources in torch/, each built into its own library.
 TORCH_SOURCES = ("operators", "symmetric_memory")
 

@@ -96,14 +96,13 @@ def test_options_of_one_rank_fail_init_process_group_on_every_rank(rank: Rank) -
 @on_layout(TWO_BY_TWO)
 def test_dtype_that_nothing_carries_is_refused_at_once(rank: Rank) -> None:
     rank.init("gloo")
-    errors = []
-    for dtype in (torch.int8, torch.bool, torch.complex64, torch.float64):
-        options = {"inter_wire_dtype": dtype}
-        errors.append(error_of(lambda options=options: rota.Communicator(**options)))
-        errors.append(error_of(lambda options=options: rota.BackendOptions(**options)))
-        errors.append(error_of(lambda options=options: rota.HookState(**options)))
+    errors = [
+        error_of(make, inter_wire_dtype=dtype)
+        for dtype in (torch.int8, torch.bool, torch.complex64, torch.float64)
+        for make in (rota.Communicator, rota.BackendOptions, rota.HookState)
+    ]
     scaled = {"inter_wire_dtype": torch.bfloat16, "inter_block_scaling": True}
-    errors.append(error_of(lambda: rota.Communicator(**scaled)))
+    errors.append(error_of(rota.Communicator, **scaled))
     for error, text in errors:
         assert error in ("TypeError", "ValueError"), text
         assert "wire_dtype" in text or "block_scaling" in text, text

@@ -144,76 +144,44 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * 64),)
 
 
-def map_memory(path: str) -> int:
-    """The address of the memory that another process shares at `path`."""
-    handle, address = IpcHandle(), ctypes.c_void_p()
-    with open(path, "rb") as file:
-        ctypes.memmove(ctypes.byref(handle), file.read(64), 64)
-    torch.cuda.init()
-    lazy_peer_access = 1
-    runtime = cuda_runtime()
-    assert runtime.cudaIpcOpenMemHandle(ctypes.byref(address), handle, lazy_peer_access) == 0
-    assert address.value is not None
-    return address.value
-
-
-def share_memory(path: str, is_owner: bool) -> float:
-    """One process allocates and fills, the other maps and reads; also in the other direction."""
-    runtime = cuda_runtime()
-    if not is_owner:
-        floats = (ctypes.c_float * 1000).from_address(map_memory(path))
-        seen = floats[999]
-        floats[0] = 5.0
-        with open(path + ".done", "w"):
-            return seen
+def share_and_free(path: str) -> None:
+    """Frees memory that the other process has mapped, read and written."""
+    runtime, handle = cuda_runtime(), IpcHandle()
     tensor = torch.arange(1000.0).to("cuda")
     torch.cuda.synchronize()
-    handle = IpcHandle()
-    assert (
-        runtime.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(tensor.data_ptr())) == 0
-    )
-    own = ctypes.c_void_p()
+    address, own = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p()
+    assert runtime.cudaIpcGetMemHandle(ctypes.byref(handle), address) == 0
     assert runtime.cudaIpcOpenMemHandle(ctypes.byref(own), handle, 1) != 0
     with open(path, "wb") as file:
         file.write(bytes(handle))
     with open(path + ".done"):
         pass
-    return tensor.cpu()[0].item()
+    assert tensor.cpu()[0] == 5.0
+    del tensor
+    with open(path, "wb"):
+        return
 
 
-def test_processes_map_each_others_memory(
-    processes: SimulatedProcesses, tmp_path: os.PathLike[str]
-) -> None:
-    path = os.path.join(tmp_path, "handle")
-    for fifo in (path, path + ".done"):
-        os.mkfifo(fifo)
-    calls = [(share_memory, (path, is_owner)) for is_owner in (True, False)]
-    assert processes.run_together(calls, PYTORCH_NO_CUDA_MEMORY_CACHING="1") == [5.0, 999.0]
-
-
-def use_freed_memory(path: str, what: str) -> None:
-    """One process frees memory that the other has mapped; the other then writes to or unmaps it."""
-    if what == "free":
-        runtime, handle = cuda_runtime(), IpcHandle()
-        tensor = torch.arange(1000.0).to("cuda")
-        address = ctypes.c_void_p(tensor.data_ptr())
-        assert runtime.cudaIpcGetMemHandle(ctypes.byref(handle), address) == 0
-        with open(path, "wb") as file:
-            file.write(bytes(handle))
-        with open(path + ".done"):
-            pass  # it is mapped
-        del tensor
-        with open(path, "wb"):
-            return
+def map_and_use(path: str, what: str) -> None:
+    """Writes to or unmaps the memory once it is freed."""
     torch.zeros(1, device="cuda")  # a process that maps memory also has its own
-    address = ctypes.c_void_p(map_memory(path))
+    handle, address = IpcHandle(), ctypes.c_void_p()
+    with open(path, "rb") as file:
+        ctypes.memmove(ctypes.byref(handle), file.read(64), 64)
+    lazy_peer_access = 1
+    runtime = cuda_runtime()
+    assert runtime.cudaIpcOpenMemHandle(ctypes.byref(address), handle, lazy_peer_access) == 0
+    assert address.value is not None
+    floats = (ctypes.c_float * 1000).from_address(address.value)
+    assert floats[999] == 999.0
+    floats[0] = 5.0
     with open(path + ".done", "w"):
         pass
     with open(path, "rb"):
         pass  # it is freed
     if what == "write":
         ctypes.memset(address, 0, 1)
-    assert cuda_runtime().cudaIpcCloseMemHandle(address) == 0
+    assert runtime.cudaIpcCloseMemHandle(address) == 0
 
 
 @pytest.mark.parametrize(
@@ -223,14 +191,14 @@ def use_freed_memory(path: str, what: str) -> None:
         ("unmap", "another process has freed its 4000 bytes while they were mapped"),
     ],
 )
-def test_use_of_memory_that_its_process_has_freed_is_found(
+def test_processes_map_each_others_memory_and_use_once_it_is_freed_is_found(
     what: str, message: str, processes: SimulatedProcesses, tmp_path: os.PathLike[str]
 ) -> None:
     path = os.path.join(tmp_path, "handle")
     for fifo in (path, path + ".done"):
         os.mkfifo(fifo)
-    calls = [(use_freed_memory, (path, part)) for part in ("free", what)]
+    calls = [(share_and_free, (path,)), (map_and_use, (path, what))]
     owner, user = processes.outcomes(calls, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert owner.error is None, owner.error
-    assert (user.error is None) == (what == "unmap")
+    assert (user.error is None) == (what == "unmap"), user.error
     assert message in user.stderr

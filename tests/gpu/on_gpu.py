@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -67,6 +67,13 @@ def init(rank: ranks.Rank, backend: str = "rota") -> None:
     """Makes the default group."""
     torch.cuda.set_device(DEVICE)
     rank.init(backend, timeout_s=WAIT_S)
+
+
+def check_refused(calls: Mapping[str, Callable[[], object]], *kinds: str) -> None:
+    """Each call raises an error of one of these kinds, which names rota."""
+    for what, call in calls.items():
+        error, text = ranks.error_of(call)
+        assert error in kinds and "rota" in text, (what, error, text)
 
 
 def connect(rank: ranks.Rank, *, timeout_s: float = WAIT_S) -> rota.Communicator:

@@ -316,12 +316,6 @@ const std::set<std::string> kLeftAlone{
     "aten::set_",
     "aten::zero_",
 };
-// Composite, and made of what a CPU does not have, or of a kernel that torch picks by the device.
-constexpr std::array kComposite{
-    std::pair{"aten::convolution", ""},
-    std::pair{"aten::convolution_backward", ""},
-    std::pair{"aten::ldexp.Tensor", ""},
-};
 
 bool is_view(const c10::FunctionSchema& schema) {
   for (const c10::Argument& result : schema.returns()) {
@@ -342,7 +336,8 @@ void replace_kernels(torch::Library& library) {
     if (!op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     library.impl(toString(name).c_str(), boxed());
   }
-  for (const auto& [name, overload] : kComposite) library.impl(name, boxed());
+  // Composite, of a kernel that torch picks by the device.
+  library.impl("aten::ldexp.Tensor", boxed());
   library.impl("aten::copy_", &copy_);
   library.impl("aten::_fused_rms_norm_backward", &rms_norm_backward);
 }
