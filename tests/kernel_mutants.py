@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cpp_program import CSRC
 
@@ -47,12 +48,11 @@ class Site:
     end: int
     fault: str
     before: str
-    after: str = ""
-    is_replaced: bool = False  # `before` stands instead of the code
+    after: str | None = ""  # None: `before` stands instead of the code
 
     def edits(self, condition: str) -> list[Edit]:
         before = self.before.replace("?", condition, 1)
-        if self.is_replaced:
+        if self.after is None:
             return [Edit(self.begin, self.end, before)]
         return [Edit(self.begin, self.begin, before), Edit(self.end, self.end, self.after)]
 
@@ -128,52 +128,54 @@ def _waits(text: str) -> Iterator[Site]:
         yield Site(match.start(), end, "no barrier", f"(? ? {value} : ", ")")
 
 
-def _conditions(text: str) -> Iterator[Site]:
-    """Conditions that waits test."""
-    ends = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
-    held = r"fingerprint == own_fingerprint|peers\.are_all_local\(\)"
-    for pattern, fault, before in (
-        (r"(?<!bool )\bis_of_this_round\([^()]*\)", "is true", "(? || "),
-        (r"packets\.is_retired\(\)", "is false", "(!? && "),
-        (ends, "is false", "(!? && "),
-        (held, "is true", "(? || "),
-    ):
-        for match in re.finditer(pattern, text):
-            yield Site(*match.span(), fault, before, ")")
+class Rule(NamedTuple):
+    pattern: str
+    fault: str
+    before: str
+    after: str | None = ")"  # None: `before` stands instead of the code
+    files: tuple[str, ...] = ()  # all, if none are named
 
 
-def _targets(text: str) -> Iterator[Site]:
-    for match in re.finditer(r"(?<=\bmessage \+ )1\b|(?<=packet_rounds \+ )1\b", text):
-        yield Site(*match.span(), "off by one", "(? ? 0 : 1)", is_replaced=True)
+_ENDS_OF_WAITS = r"waited_ns > peers\.\w+_ns|SystemWord<uint32_t>\(abort\)\.load\([^()]*\) != 0"
+LINKS = ("cuda/links.h", "cuda/low_latency.h")
+ELEMENTS = ("cuda/elements.h",)
+RULES = (
+    # Conditions that waits test.
+    Rule(r"(?<!bool )\bis_of_this_round\([^()]*\)", "is true", "(? || "),
+    Rule(r"packets\.is_retired\(\)", "is false", "(!? && "),
+    Rule(_ENDS_OF_WAITS, "is false", "(!? && "),
+    Rule(r"fingerprint == own_fingerprint|peers\.are_all_local\(\)", "is true", "(? || "),
+    # What they wait for.
+    Rule(
+        r"(?<=\bmessage \+ )1\b|(?<=packet_rounds \+ )1\b", "off by one", "(? ? 0 : 1)", None, LINKS
+    ),
+    # The stack of a tree's pending sums.
+    Rule(
+        r"args_\.tree\.after\(source\)",
+        "ascending",
+        "(? ? uint32_t{source > 0} : args_.tree.after(source))",
+        None,
+        ELEMENTS,
+    ),
+    Rule(r"(?<=num_additions > )1\b", "one fewer", "(? ? 2u : 1u)", None, ELEMENTS),
+    Rule(r"assign\(pending\.of.*?;", "left out", "if (!?) ", "", ELEMENTS),
+    # Buffers.
+    Rule(r"(?<=parity % )2\b", "one buffer", "(? ? 1 : 2)", None, (LAYOUT,)),
+)
 
 
-def _sums(text: str) -> Iterator[Site]:
-    """The stack of a tree's pending sums."""
-    for match in re.finditer(r"args_\.tree\.after\(source\)", text):
-        ascending = "(? ? uint32_t{source > 0} : args_.tree.after(source))"
-        yield Site(*match.span(), "ascending", ascending, is_replaced=True)
-    for match in re.finditer(r"(?<=num_additions > )1\b", text):
-        yield Site(*match.span(), "one fewer", "(? ? 2u : 1u)", is_replaced=True)
-    for match in re.finditer(r"assign\(pending\.of.*?;", text):
-        yield Site(*match.span(), "left out", "if (!?) ")
-
-
-def _buffers(text: str) -> Iterator[Site]:
-    for match in re.finditer(r"(?<=parity % )2\b", text):
-        yield Site(*match.span(), "one buffer", "(? ? 1 : 2)", is_replaced=True)
+def _by_rules(file: str, text: str) -> Iterator[Site]:
+    for rule in RULES:
+        if not rule.files or file in rule.files:
+            for match in re.finditer(rule.pattern, text):
+                yield Site(*match.span(), rule.fault, rule.before, rule.after)
 
 
 def _sites(file: str, text: str) -> Iterator[Site]:
     yield from _orders(text)
     yield from _statements(text)
     yield from _waits(text)
-    yield from _conditions(text)
-    if file in ("cuda/links.h", "cuda/low_latency.h"):
-        yield from _targets(text)
-    if file == "cuda/elements.h":
-        yield from _sums(text)
-    if file == LAYOUT:
-        yield from _buffers(text)
+    yield from _by_rules(file, text)
 
 
 def _slot_uses(text: str) -> list[tuple[int, int]]:

@@ -48,7 +48,6 @@ KERNELS = {
     "unpack_kernel": WIDE,
 }
 
-_PTX = re.compile(r"Fatbin ptx code:")
 _ARCH = re.compile(r"arch = (sm_\w+)")
 _FUNCTION = re.compile(r"\s*Function : (\S+)")
 # "        /*00b0*/             @!P0 LD.E.64.STRONG.SYS R6, [R4.64] ;"
@@ -89,7 +88,7 @@ def complaints(sass: Iterable[str]) -> list[str]:
             arch = match[1]
             has_ptx |= is_ptx and f"PTX of {arch}" == PTX
         elif line.startswith("Fatbin "):
-            is_ptx = _PTX.match(line) is not None
+            is_ptx = line.startswith("Fatbin ptx code:")
     compiled = {(kernel_of(function), arch) for arch, function in found}
     expected = {(kernel, arch) for kernel in KERNELS for arch in ARCHS}
     return [

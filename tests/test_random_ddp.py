@@ -99,11 +99,6 @@ class Step(NamedTuple):
     set_to_none: bool
     edit: str  # what user code does to the first weight's gradient: a key of EDITS
 
-    @property
-    def ends_with_sync(self) -> bool:
-        """Whether the hook saw the last gradients."""
-        return self.passes[-1] != "no_sync"
-
 
 class Case(NamedTuple):
     """A training."""
@@ -342,7 +337,7 @@ class Training:
                         self.ddp(batches[0])
                     continue
                 self.scaler.scale(sum(self.ddp(batch) for batch in batches)).backward()
-        if step.ends_with_sync:
+        if step.passes[-1] != "no_sync":  # so that the hook saw the last gradients
             seen |= self.measured()
         if self.case.unscales and self.case.scaler:
             for optimizer in self.optimizers:

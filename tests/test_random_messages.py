@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -62,6 +62,10 @@ class Stream:
     tag: int
     messages: list[Message] = field(default_factory=list)
     num_posted: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    @property
+    def is_posted(self) -> bool:
+        return min(self.num_posted.values()) == len(self.messages)
 
 
 class Half(NamedTuple):
@@ -133,11 +137,7 @@ class Planner:
 
     def half_posted(self) -> list[int]:
         """The streams with messages of which something is not posted."""
-        return [
-            number
-            for number, stream in enumerate(self.streams)
-            if min(stream.num_posted.values()) < len(stream.messages)
-        ]
+        return [number for number, stream in enumerate(self.streams) if not stream.is_posted]
 
     def rank_of(self, half: Half) -> int:
         stream = self.streams[half.stream]
@@ -217,7 +217,7 @@ class Planner:
     def rendezvous(self) -> None:
         """A new message, whose sender and receiver both block."""
         stream = self.rng.choice(self.streams)
-        if min(stream.num_posted.values()) < len(stream.messages):
+        if not stream.is_posted:
             return
         self.append_message(stream)
         for is_send in (True, False):
@@ -233,7 +233,7 @@ class Planner:
         numbers = {
             (stream.channel, stream.source, stream.target): number
             for number, stream in enumerate(self.streams)
-            if min(stream.num_posted.values()) == len(stream.messages)
+            if stream.is_posted
         }
         pairs = [
             (number, numbers[channel, target, source])
@@ -348,7 +348,7 @@ class Execution:
                 case "start" if len(op.halves) > 1:
                     self.works[op.halves] = self.start_together(op.halves)
                 case "start":
-                    self.works[op.halves] = self.start(op.halves[0])
+                    self.works[op.halves] = self.call(op.halves[0], is_async=True)
                 case "block":
                     self.block(op.halves[0])
                 case "wait":
@@ -382,16 +382,14 @@ class Execution:
             return peer
         return self.plan.channels[stream.channel].ranks.index(peer)
 
-    def start(self, half: Half) -> dist.Work:
+    def call(self, half: Half, *, is_async: bool) -> Any:
+        """What the call returns: a Work, or the rank that sent; on a communicator, its number."""
         _, stream, tensor = self.prepare(half)
+        name = ("i" if is_async else "") + ("send" if half.is_send else "recv")
         peer, comm = self.peer_of(half), self.open.communicators.get(stream.channel)
         if comm is not None:
-            function = comm.isend if half.is_send else comm.irecv
-            return function(tensor, peer, stream.tag)
-        function = dist.isend if half.is_send else dist.irecv
-        work = function(tensor, peer, self.open.groups[stream.channel], stream.tag)
-        assert work is not None
-        return work
+            return getattr(comm, name)(tensor, peer, stream.tag)
+        return getattr(dist, name)(tensor, peer, self.open.groups[stream.channel], stream.tag)
 
     def start_together(self, halves: tuple[Half, ...]) -> dist.Work:
         ops = []
@@ -404,23 +402,15 @@ class Execution:
         return work
 
     def block(self, half: Half) -> None:
-        message, stream, tensor = self.prepare(half)
-        peer, comm = self.peer_of(half), self.open.communicators.get(stream.channel)
-        group, ranks = self.open.groups[stream.channel], self.plan.channels[stream.channel].ranks
-        source: int | None = None
-        error = None
+        stream = self.plan.streams[half.stream]
+        source = error = None
         try:
-            if half.is_send and comm is not None:
-                comm.send(tensor, peer, stream.tag)
-            elif half.is_send:
-                dist.send(tensor, peer, group, stream.tag)
-            elif comm is not None:
-                source = ranks[comm.recv(tensor, peer, stream.tag)]
-            else:
-                source = dist.recv(tensor, peer, group, stream.tag)
+            source = self.call(half, is_async=False)
         except rota.Mismatch as mismatch:
             error = mismatch
-        self.finish(half, message, error, source)
+        if source is not None and stream.channel in self.open.communicators:
+            source = self.plan.channels[stream.channel].ranks[source]
+        self.finish(half, stream.messages[half.index], error, source)
 
     def wait(self, halves: tuple[Half, ...]) -> None:
         work = self.works.pop(halves)

@@ -60,7 +60,7 @@ def future_of(tensor: torch.Tensor) -> Future:
 # ---- callbacks -----------------------------------------------------------------------------------
 
 
-def call_behind_queued_calls(rank: Rank) -> list[float]:
+def call_behind_queued_calls(rank: Rank) -> None:
     """Rank 1's callback of the first call runs while the second is still queued."""
     first, second, third = torch.ones(1000), torch.full((10,), 5.0), torch.full((10,), 100.0)
     if rank.rank == 0:
@@ -75,10 +75,10 @@ def call_behind_queued_calls(rank: Rank) -> list[float]:
         rank.tell()
     behind.wait()
     assert callback.wait() == "nothing"
-    return [first[0].item(), second[0].item(), third[0].item()]
+    assert [tensor[0].item() for tensor in (first, second, third)] == [2.0, 10.0, 200.0]
 
 
-def wait_in_callbacks(_: Rank) -> list[object]:
+def wait_in_callbacks(_: Rank) -> None:
     """For a Work, for a future, and for a call that was made outside."""
     tensors = [torch.ones(1000) for _ in range(6)]
     works = [
@@ -101,10 +101,11 @@ def wait_in_callbacks(_: Rank) -> list[object]:
     is_made.set()
     errors.append(callback.wait())
     later[0].wait()
-    return [*errors, [tensor[0].item() for tensor in tensors]]
+    assert errors == ["nothing"] * 4
+    assert [tensor[0].item() for tensor in tensors] == [8.0, 2.0, 2.0, 2.0, 2.0, 2.0]
 
 
-def call_when_a_message_has_come(rank: Rank) -> tuple[str, float]:
+def call_when_a_message_has_come(rank: Rank) -> None:
     """The message comes while its receiver waits in a collective, whose turn the callback needs."""
     tensors = [torch.ones(100_000) for _ in range(2)]  # equal, since either may be first
     if rank.rank == 1:
@@ -113,22 +114,23 @@ def call_when_a_message_has_come(rank: Rank) -> tuple[str, float]:
         time.sleep(IN_THE_WAIT_S)
         for tensor in tensors:
             dist.all_reduce(tensor)
-        return "nothing", tensors[1][0].item()
-    message = dist.irecv(torch.zeros(5), 1)
-    assert message is not None
-    callback = Callback(message.get_future(), lambda: dist.all_reduce(tensors[1]))
-    dist.all_reduce(tensors[0])
-    return callback.wait(), tensors[1][0].item()
+    else:
+        message = dist.irecv(torch.zeros(5), 1)
+        assert message is not None
+        callback = Callback(message.get_future(), lambda: dist.all_reduce(tensors[1]))
+        dist.all_reduce(tensors[0])
+        assert callback.wait() == "nothing"
+    assert tensors[1][0].item() == 2.0
 
 
-def close_in_callbacks(rank: Rank) -> str:
+def close_in_callbacks(rank: Rank) -> None:
     """Callbacks of two groups close each other's, on rank 0: rank 1 calls once they are there."""
     groups = [rank.communicator() for _ in range(2)]
     if rank.rank == 1:
         dist.barrier()
         for group in groups:
             group.all_reduce(torch.ones(5))
-        return "nothing nothing"
+        return
     both = threading.Barrier(2)
 
     def close(group: rota.Communicator) -> None:
@@ -141,19 +143,20 @@ def close_in_callbacks(rank: Rank) -> str:
         for future, other in zip(futures, reversed(groups), strict=True)
     ]
     dist.barrier()
-    return " ".join(callback.wait() for callback in callbacks)
+    assert [callback.wait() for callback in callbacks] == ["nothing"] * 2
 
 
-def use_callbacks(rank: Rank, num_hosts: int) -> list[object]:
+def use_callbacks(rank: Rank, num_hosts: int) -> None:
     init(rank, num_hosts)
-    results: list[object] = []
-    for part in (call_behind_queued_calls, wait_in_callbacks, call_when_a_message_has_come):
+    for part in (
+        call_behind_queued_calls,
+        wait_in_callbacks,
+        call_when_a_message_has_come,
+        close_in_callbacks,
+    ):
         dist.barrier()
-        results.append(part(rank))
-    dist.barrier()
-    results.append(close_in_callbacks(rank))
+        part(rank)
     dist.destroy_process_group()
-    return results
 
 
 @HOSTS
@@ -161,12 +164,7 @@ def test_callback_calls_its_group_in_order_and_waits(num_hosts: int) -> None:
     with Ranks(2, use_callbacks, num_hosts, timeout_s=50) as ranks:
         ranks.hear(1)
         ranks.tell(0)
-        results = ranks.results()
-    for order, waits, message, closes in results:
-        assert order == [2.0, 10.0, 200.0]
-        assert waits == ["nothing"] * 4 + [[8.0, 2.0, 2.0, 2.0, 2.0, 2.0]]
-        assert message == ("nothing", 2.0)
-        assert closes == "nothing nothing"
+        ranks.results()
 
 
 # ---- signal handlers -----------------------------------------------------------------------------

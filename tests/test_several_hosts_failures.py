@@ -117,22 +117,20 @@ def reduce_until_the_network_fails(rank: Rank) -> tuple[str, str, float]:
     return reduce_until_error(comm)
 
 
-def fail_network_of_host_1(how: str) -> list[tuple[str, str, float]]:
-    """Each rank's error, its text, and the seconds until it came; rank 2 alone is on host 1."""
+@pytest.mark.parametrize("how", ["drop_traffic", "take_link_down", "drop_sent", "drop_received"])
+def test_host_whose_link_fails_is_named_on_the_others(how: str) -> None:
+    """Both ways or one; rank 2 alone is on host 1."""
+    is_half_open = how in ("drop_sent", "drop_received")
     with Hosts((2, 1)) as hosts, hosts.start(reduce_until_the_network_fails) as ranks:
         ranks.hear_all()
         getattr(hosts, how)(1)
-        return ranks.results()
-
-
-@pytest.mark.parametrize("how", ["drop_traffic", "take_link_down"])
-def test_host_that_vanishes_is_named_on_the_others(how: str) -> None:
-    results = fail_network_of_host_1(how)
-    for rank, (error, text, seconds) in enumerate(results):
-        assert error == "PeerFailed", (rank, error, text)
-        assert seconds < 10, (rank, seconds)  # a hang; benchmarks measure the 2 s
-    for _, text, _ in results[:2]:
-        assert "rank 2 on host 1" in text
+        results = ranks.results()
+    for error, text, seconds in results:
+        assert error == "PeerFailed" and "on host" in text, (error, text)
+        assert "no sign of life" in text or not is_half_open, text
+        assert seconds < 20, "a hang; benchmarks/failures.py measures the 2 s"
+    are_named = ["rank 2 on host 1" in text for _, text, _ in results[:2]]
+    assert any(are_named) if is_half_open else all(are_named), results
 
 
 def lose_what_is_on_the_way(rank: Rank) -> tuple[str, str]:

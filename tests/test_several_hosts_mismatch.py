@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,18 +19,17 @@ class Called(NamedTuple):
     """A collective of ranks 0 to 3, and how the error describes it."""
 
     text: str
-    run: Callable[[rota.Communicator, list[torch.Tensor]], object]
-    sizes: tuple[int, ...] = (8,)  # of its tensors
+    run: Callable[[rota.Communicator, torch.Tensor], object]
 
 
 def _sum(text: str, **options: Any) -> Called:
-    return Called(f"all_reduce({text}", lambda c, t: c.all_reduce(t[0], **options))
+    return Called(f"all_reduce({text}", lambda c, t: c.all_reduce(t, **options))
 
 
 def _bucket(**options: Any) -> Called:
     choices = {"wire_dtype": torch.float16, "block_scaling": False, **options}
     stats = torch.zeros(2, dtype=torch.float64)
-    return Called("reduce_bucket(", lambda c, t: c.reduce_bucket(t[0], stats, **choices))
+    return Called("reduce_bucket(", lambda c, t: c.reduce_bucket(t, stats, **choices))
 
 
 SUM = _sum("sum, float32[8]")
@@ -43,7 +41,7 @@ MISMATCHES = {
     "bucket": (SUM, _bucket()),
     "bucket-divisor": (_bucket(), _bucket(divisor=3.0)),
     "bucket-scaling": (_bucket(), _bucket(block_scaling=True)),
-    "barrier": (SUM, Called("barrier()", lambda c, t: c.barrier(), ())),
+    "barrier": (SUM, Called("barrier()", lambda c, t: c.barrier())),
 }
 # Who calls the second of a pair (a whole host, one rank, one rank of each host), and what an error
 # then says of them.
@@ -64,11 +62,11 @@ def test_mismatch_raises_on_every_rank_and_the_group_goes_on(
     for usual, other in MISMATCHES.values():
         call = other if rank.rank in odd_ranks else usual
         for _ in range(2):
-            tensors = [torch.full((size,), rank.rank + 1.0) for size in call.sizes]
-            error = error_of(functools.partial(call.run, communicator, tensors))
+            tensor = torch.full((8,), rank.rank + 1.0)
+            error = error_of(call.run, communicator, tensor)
             check_error(error, "Mismatch", "rota.", "disagree", usual.text, other.text, *facts)
             assert error[1].count("nothing was written") == 1
-            assert all(bool((tensor == rank.rank + 1).all()) for tensor in tensors)
+            assert tensor.eq(rank.rank + 1).all()
             communicator.all_reduce(total := torch.full((9000,), float(rank.rank)))
             assert total[-1].item() == 6.0
 

@@ -17,6 +17,7 @@ from oracle import (
     random_inputs,
     random_patterns,
 )
+from random_calls import Call, Case, call_communicator
 from ranks import Rank
 from several_hosts import (
     INTERLEAVED,
@@ -151,21 +152,15 @@ def test_gather_scatter_and_all_to_all_move_every_part(rank: Rank) -> None:
     n, own_rank = rank.world_size, rank.rank
     float64 = torch.float64
     for size in (0, 1, 1000, 200_003):
-        for root in range(n):
-            is_root = own_rank == root
-            output = torch.zeros(n * size, dtype=float64) if is_root else None
-            communicator.gather(output, numbers(own_rank, root, size), root)
-            if output is not None:
-                expected = torch.cat([numbers(r, root, size) for r in range(n)])
-                assert_same(output, expected, f"gather {size} to {root}")
-            whole = torch.cat([numbers(root, r, size) for r in range(n)]) if is_root else None
-            communicator.scatter(part := torch.zeros(size, dtype=float64), whole, root)
-            assert_same(part, numbers(root, own_rank, size), f"scatter {size} from {root}")
+        for collective, num_roots in (("gather", n), ("scatter", n), ("all_to_all", 1)):
+            for root in range(num_roots):
+                call = Call(collective, float64, size, root=root)
+                case = Case(call, size, own_rank, n)
+                call_communicator(communicator, call, case.tensors)
+                case.check(str(call))
         whole = torch.cat([numbers(own_rank, r, size) for r in range(n)])
-        communicator.all_to_all(output := torch.zeros_like(whole), whole)
-        expected = torch.cat([numbers(r, own_rank, size) for r in range(n)])
-        assert_same(output, expected, f"all_to_all {size}")
         communicator.all_to_all(whole, whole)
+        expected = torch.cat([numbers(r, own_rank, size) for r in range(n)])
         assert_same(whole, expected, f"all_to_all {size} in place")
 
     def length(source: int, target: int) -> int:

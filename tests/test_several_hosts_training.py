@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 
 import rota
 import rota.fsdp
@@ -26,10 +27,6 @@ from several_hosts import TWO_BY_TWO, Layout, on_layout
 INTER_WIRES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def train(rank: Rank, register: Callable[[DistributedDataParallel], None]) -> torch.Tensor:
     ddp = DistributedDataParallel(make_model(), bucket_cap_mb=SMALL_BUCKETS_MB)
     register(ddp)
@@ -38,7 +35,7 @@ def train(rank: Rank, register: Callable[[DistributedDataParallel], None]) -> to
         optimizer.zero_grad()
         ddp(batch_of(rank.rank, step)).square().mean().backward()
         optimizer.step()
-    return flat(ddp)
+    return parameters_to_vector(ddp.parameters()).detach()
 
 
 # DDP compares the annotations of a hook with the types themselves, which strings are not.

@@ -6,6 +6,7 @@ Whether the machine has a real GPU makes no difference.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -161,37 +162,35 @@ def test_external_event_is_recorded_by_each_replay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("synchronize", "cudaDeviceSynchronize"),
-        ("malloc", "cudaMalloc"),
-        ("query", "cudaEventQuery"),
-        ("unjoined", "unjoined work"),
-        ("isolation", "not captured"),
-    ],
+    "message",
+    ["cudaDeviceSynchronize", "cudaMalloc", "cudaEventQuery", "unjoined work", "not captured"],
 )
 @simulated()
-def test_capture_refuses_what_cuda_refuses(what: str, message: str) -> None:
+def test_capture_refuses_what_cuda_refuses(message: str) -> None:
     tensor = torch.zeros(10, device="cuda")
-    side = torch.cuda.Stream()
-    early = torch.cuda.Event()
+    side, early = torch.cuda.Stream(), torch.cuda.Event()
     early.record()
     torch.cuda.synchronize()
+
+    def allocate() -> None:
+        address = ctypes.c_void_p()
+        assert cuda_runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(8)) != 0
+
+    def fork() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.zero_()
+
+    calls: dict[str, Callable[[], object]] = {
+        "cudaDeviceSynchronize": torch.cuda.synchronize,
+        "cudaMalloc": allocate,
+        "cudaEventQuery": early.query,
+        "unjoined work": fork,
+        "not captured": lambda: torch.cuda.current_stream().wait_event(early),
+    }
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match=message), torch.cuda.graph(graph):
-        if what == "synchronize":
-            torch.cuda.synchronize()
-        elif what == "malloc":
-            address = ctypes.c_void_p()
-            assert cuda_runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(8)) != 0
-        elif what == "query":
-            early.query()
-        elif what == "unjoined":
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                tensor.zero_()
-        elif what == "isolation":
-            torch.cuda.current_stream().wait_event(early)
+        calls[message]()
     torch.cuda.synchronize()
     tensor.zero_()  # the capture has failed, not the device
     assert not tensor.cpu().any()

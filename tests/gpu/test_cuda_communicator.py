@@ -254,17 +254,17 @@ def reduce_bucket_on_both(
                 divisor=float(rank.world_size),
                 **options,
             )
-        results.append((bucket.cpu(), stats.cpu(), None if residual is None else residual.cpu()))
-    (on_cpu, cpu_stats, cpu_residual), (on_gpu, gpu_stats, gpu_residual) = results
+        written = [bucket] if residual is None else [bucket, residual]
+        results.append((stats.cpu().tolist(), [tensor.cpu() for tensor in written]))
+    (cpu_stats, on_cpu), (gpu_stats, on_gpu) = results
     case = f"{wire} {name_of(dtype)} {num_elems} {options}"
-    assert_same(on_gpu, on_cpu, case)
+    for what, theirs, ours in zip(("bucket", "residual"), on_cpu, on_gpu, strict=False):
+        assert_same(ours, theirs, f"{what} of {case}")
     assert gpu_stats[0] == cpu_stats[0], case
     if cpu_stats[0] == 0:
         assert math.isclose(gpu_stats[1], cpu_stats[1], rel_tol=1e-12), case
     else:
         assert not math.isfinite(gpu_stats[1]), case
-    if cpu_residual is not None and gpu_residual is not None:
-        assert_same(gpu_residual, cpu_residual, f"residual of {case}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)

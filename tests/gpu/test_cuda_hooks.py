@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -41,27 +42,21 @@ def gradients(ddp: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten().cpu() for p in ddp.parameters() if p.grad is not None])
 
 
-def average_with(rank: Rank, name: str, as_view: bool) -> None:
-    hook, wire_dtype = HOOKS[name]
-    ddp = make_ddp(DEVICE, gradient_as_bucket_view=as_view)
-    ddp.register_comm_hook(None, hook)
-    for step in range(3):
-        batches = random_inputs(rank.world_size, 2050 + step, torch.float32)
-        batches[0][:4] = torch.tensor([1e5, 1e-9, torch.inf, torch.nan])
-        ddp.zero_grad()
-        ddp(batches[rank.rank].to(DEVICE)).backward()
-        expected = contract(batches, "avg", wire_dtype)
-        wanted = torch.cat([expected[: p.numel()] for p in ddp.parameters()])
-        assert_same(gradients(ddp), wanted, f"{name}, view {as_view}, step {step}")
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3], ids="ws{}".format)
 @on_ranks()
 def test_cuda_hook_averages_follow_contract(rank: Rank) -> None:
     init(rank)
-    for name in HOOKS:
-        for as_view in (False, True):
-            average_with(rank, name, as_view)
+    for (name, (hook, wire_dtype)), as_view in itertools.product(HOOKS.items(), (False, True)):
+        ddp = make_ddp(DEVICE, gradient_as_bucket_view=as_view)
+        ddp.register_comm_hook(None, hook)
+        for step in range(3):
+            batches = random_inputs(rank.world_size, 2050 + step, torch.float32)
+            batches[0][:4] = torch.tensor([1e5, 1e-9, torch.inf, torch.nan])
+            ddp.zero_grad()
+            ddp(batches[rank.rank].to(DEVICE)).backward()
+            expected = contract(batches, "avg", wire_dtype)
+            wanted = torch.cat([expected[: p.numel()] for p in ddp.parameters()])
+            assert_same(gradients(ddp), wanted, f"{name}, view {as_view}, step {step}")
 
 
 def average_fused_with(rank: Rank, wire: Format, options: dict[str, Any]) -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rota
 from connected_hosts import TIME_S, Connected, communicator_over, on_layout
 from device_engines import fake_engine, make_engine, num_exchanges
-from on_gpu import DEVICE, WAIT_S, capture, init
+from on_gpu import DEVICE, capture, init
 from oracle import FLOAT8_DTYPES, assert_same, name_of, random_inputs
 from ranks import Rank, check_error, error_of
 from several_hosts import ONE_BY_ONE, TWO_BY_TWO, Layout, by_hosts, of_layouts
@@ -124,15 +123,6 @@ def test_joining_gpus_is_compared_with_other_calls(rank: Rank) -> None:
     comm.all_reduce(tensor := ones.to(DEVICE))
     assert_same(tensor.cpu(), ones * 4, "the group goes on")
     check_error(error, "Mismatch", "rank 2 called connect_device(); rank 3 called barrier()")
-
-
-@on_layout(TWO_BY_TWO)
-def test_engine_of_the_wrong_size_is_an_error_on_every_rank(rank: Rank) -> None:
-    rank.init("gloo", timeout_s=WAIT_S)
-    make_engine()  # registers it
-    groups = [dist.new_group(ranks, backend="cuda:device_gloo") for ranks in ([0, 1], [2, 3])]
-    error = error_of(lambda: rota.Communicator(engine=groups[rank.rank // 2]))
-    check_error(error, "ValueError", "a group of 2 ranks", "expected 4 ranks")
 
 
 @on_layout(ONE_BY_ONE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -43,30 +41,23 @@ def test_cuda_bad_input_is_refused(ranks: Rank) -> None:
     init(ranks)
     rank = ranks.rank
     tensor = torch.ones(4).cuda()
-    errors: list[Any] = [
-        error_of(lambda: rota.Window(tensor, device="cuda")),
-        error_of(lambda: rota.Window(4 + rank, device="cuda")),
-        error_of(lambda: rota.Window(tensor)),
-    ]
     window = rota.Window((2, 2), device="cuda")
-    errors += [
-        error_of(lambda: window.put(tensor, 1 - rank, offset=1)),
-        error_of(lambda: window.get(torch.ones(4, dtype=torch.float64), 1 - rank)),
-        error_of(lambda: window.accumulate(tensor, 1 - rank)),
-        error_of(lambda: window.put(tensor, 2)),
-    ]
+    other_shapes = "(4,) of torch.float32 on GPUs; rank 1 made (5,)"
+    for call, kind, fact in (
+        (lambda: rota.Window(tensor, device="cuda"), "ValueError", "pass its shape"),
+        (lambda: rota.Window(4 + rank, device="cuda"), "Mismatch", other_shapes),
+        (lambda: rota.Window(tensor), "ValueError", "cuda:0"),
+        (lambda: window.put(tensor, 1 - rank, offset=1), "ValueError", "elements 1 to 5 of rank"),
+        (
+            lambda: window.get(torch.ones(4, dtype=torch.float64), 1 - rank),
+            "TypeError",
+            "expected the window's, torch.float32",
+        ),
+        (lambda: window.accumulate(tensor, 1 - rank), "TypeError", "no sums"),
+        (lambda: window.put(tensor, 2), "ValueError", "rank"),
+    ):
+        check_error(error_of(call), kind, fact)
     empty = rota.Window((0, 3), device="cuda")
     empty.put(torch.empty(0), 1 - rank)
     assert empty.view(1 - rank).shape == (0, 3)
     dist.barrier()
-    expected = [
-        ("ValueError", "pass its shape"),
-        ("Mismatch", "(4,) of torch.float32 on GPUs; rank 1 made (5,)"),
-        ("ValueError", "cuda:0"),
-        ("ValueError", "elements 1 to 5 of rank"),
-        ("TypeError", "expected the window's, torch.float32"),
-        ("TypeError", "no sums"),
-        ("ValueError", "rank"),
-    ]
-    for error, facts in zip(errors, expected, strict=True):
-        check_error(error, *facts)

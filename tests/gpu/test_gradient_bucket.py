@@ -81,12 +81,6 @@ def test_bucket_of_mixed_sizes_follows_oracle(wire: Format, dtype: torch.dtype) 
     both_ways([values_of(size, dtype) for size in SIZES], wire, 0.5, 1 / 1024)
 
 
-@pytest.mark.parametrize("size", [1, 512, 513, 100_003])
-@pytest.mark.parametrize("wire", FORMATS, ids=str)
-def test_bucket_of_one_tensor_follows_oracle(wire: Format, size: int) -> None:
-    both_ways([values_of(size, torch.float32)], wire, 3.0, 0.7)
-
-
 @pytest.mark.parametrize("wire", FORMATS, ids=str)
 def test_bucket_of_misaligned_tensors_follows_oracle(wire: Format) -> None:
     sources = [values_of(size, torch.float32) for size in SIZES]

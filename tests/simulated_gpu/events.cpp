@@ -46,52 +46,6 @@ Operation wait_operation(const std::shared_ptr<Event>& event) {
           [event]() -> Task { return [completion = event->completion] { wait_for(completion); }; }};
 }
 
-void record(cudaEvent_t handle, cudaStream_t stream_handle, unsigned flags) {
-  const std::lock_guard guard(runtime_mutex());
-  const std::shared_ptr<Event>& event = event_of(handle);
-  Stream& stream = stream_of(stream_handle);
-  require(event->device == stream.device(), cudaErrorInvalidResourceHandle,
-          "the event and the stream are of different devices");
-  const bool is_external = (flags & cudaEventRecordExternal) != 0;
-  require(!is_external || stream.capture != nullptr, cudaErrorIllegalState,
-          "an external record outside a capture");
-  if (stream.capture != nullptr && !is_external) {
-    event->completion = nullptr;
-    event->capture = stream.capture;
-    event->after = stream.frontier;
-  } else if (is_external) {
-    submit(stream, record_operation(event));
-  } else {
-    // What the stream has done when the record is done, so that a query of the stream, which asks
-    // for its last operation, cannot come between the two.
-    const Operation nothing{cudaGraphNodeTypeEventRecord, [] { return Task([] {}); }};
-    event->completion = submit(stream, nothing);
-    event->capture = nullptr;
-  }
-}
-
-void wait(cudaStream_t stream_handle, cudaEvent_t handle, unsigned flags) {
-  const std::lock_guard guard(runtime_mutex());
-  const std::shared_ptr<Event>& event = event_of(handle);
-  Stream& stream = stream_of(stream_handle);
-  const bool is_external = (flags & cudaEventWaitExternal) != 0;
-  require(!is_external || stream.capture != nullptr, cudaErrorIllegalState,
-          "an external wait outside a capture");
-  if (is_external) {
-    submit(stream, wait_operation(event));
-  } else if (event->capture != nullptr) {
-    require(event->capture->is_active, cudaErrorInvalidValue,
-            "the event was recorded in a capture that has ended");
-    join_capture(stream, event->capture, event->after);
-  } else if (event->completion != nullptr) {
-    if (stream.capture != nullptr) {
-      invalidate(*stream.capture, "a wait for an event that was not captured");
-      fail(cudaErrorStreamCaptureIsolation);
-    }
-    submit(stream, wait_operation(event));
-  }
-}
-
 // What a wait for the event waits for; null where there is nothing.
 CompletionPtr awaited(cudaEvent_t handle, const char* call_name) {
   refuse_while_capturing(call_name);
@@ -130,9 +84,30 @@ extern "C" cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   });
 }
 
-extern "C" cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
+extern "C" cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream_handle,
                                                 unsigned flags) {
-  return call([&] { record(event, stream, flags); });
+  return call_locked([&] {
+    const std::shared_ptr<Event>& event = event_of(handle);
+    Stream& stream = stream_of(stream_handle);
+    require(event->device == stream.device(), cudaErrorInvalidResourceHandle,
+            "the event and the stream are of different devices");
+    const bool is_external = (flags & cudaEventRecordExternal) != 0;
+    require(!is_external || stream.capture != nullptr, cudaErrorIllegalState,
+            "an external record outside a capture");
+    if (stream.capture != nullptr && !is_external) {
+      event->completion = nullptr;
+      event->capture = stream.capture;
+      event->after = stream.frontier;
+    } else if (is_external) {
+      submit(stream, record_operation(event));
+    } else {
+      // What the stream has done when the record is done, so that a query of the stream, which asks
+      // for its last operation, cannot come between the two.
+      const Operation nothing{cudaGraphNodeTypeEventRecord, [] { return Task([] {}); }};
+      event->completion = submit(stream, nothing);
+      event->capture = nullptr;
+    }
+  });
 }
 
 extern "C" cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
@@ -147,8 +122,28 @@ extern "C" cudaError_t cudaGraphAddEventRecordNode(cudaGraphNode_t* node, cudaGr
   });
 }
 
-extern "C" cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  return call([&] { wait(stream, event, flags); });
+extern "C" cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle,
+                                           unsigned flags) {
+  return call_locked([&] {
+    const std::shared_ptr<Event>& event = event_of(handle);
+    Stream& stream = stream_of(stream_handle);
+    const bool is_external = (flags & cudaEventWaitExternal) != 0;
+    require(!is_external || stream.capture != nullptr, cudaErrorIllegalState,
+            "an external wait outside a capture");
+    if (is_external) {
+      submit(stream, wait_operation(event));
+    } else if (event->capture != nullptr) {
+      require(event->capture->is_active, cudaErrorInvalidValue,
+              "the event was recorded in a capture that has ended");
+      join_capture(stream, event->capture, event->after);
+    } else if (event->completion != nullptr) {
+      if (stream.capture != nullptr) {
+        invalidate(*stream.capture, "a wait for an event that was not captured");
+        fail(cudaErrorStreamCaptureIsolation);
+      }
+      submit(stream, wait_operation(event));
+    }
+  });
 }
 
 extern "C" cudaError_t cudaEventSynchronize(cudaEvent_t event) {

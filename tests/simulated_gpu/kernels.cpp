@@ -155,10 +155,6 @@ Residency& residency_of(int device) {
   return *(*all)[static_cast<size_t>(device)];
 }
 
-// What a block takes: a multiprocessor has as many as
-// cudaOccupancyMaxActiveBlocksPerMultiprocessor says.
-int block_room(int num_threads) { return std::min(num_threads, kResidentThreads); }
-
 void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t shared_bytes,
             cudaStream_t stream_handle, bool is_cooperative = false) {
   check_device(current_device());
@@ -170,7 +166,8 @@ void launch(const void* kernel, dim3 grid, dim3 block, void** args, size_t share
   require(num_threads <= kMostThreads, cudaErrorInvalidConfiguration);
   require(shared_bytes <= 227 * 1024, cudaErrorInvalidValue);
   Residency& residency = residency_of(current_device());
-  const int room = block_room(static_cast<int>(num_threads));
+  // A multiprocessor has as many blocks as cudaOccupancyMaxActiveBlocksPerMultiprocessor says.
+  const int room = std::min(static_cast<int>(num_threads), kResidentThreads);
   if (is_cooperative) {
     require(settings().has_cooperative_launch, cudaErrorNotSupported);
     require(uint64_t{grid.x} * grid.y * grid.z * static_cast<uint64_t>(room) <=

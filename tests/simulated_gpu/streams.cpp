@@ -132,14 +132,6 @@ Turn next_turn(const Stream& stream, cudaGraphNodeType type) {
   return turn;
 }
 
-Stream& create(unsigned flags, int priority) {
-  check_device(current_device());
-  const std::lock_guard guard(runtime_mutex());
-  auto* stream = new Stream(current_device(), flags, priority, /*is_default=*/false);
-  streams().created.insert(stream);
-  return *stream;
-}
-
 Stream& default_stream() {
   auto& defaults = streams().defaults;
   defaults.resize(static_cast<size_t>(num_devices()));
@@ -149,8 +141,6 @@ Stream& default_stream() {
   }
   return *stream;
 }
-
-cudaStream_t handle_of(Stream& stream) { return reinterpret_cast<cudaStream_t>(&stream); }
 
 // What a wait for this stream waits for; refused where CUDA refuses it.
 CompletionPtr awaited(cudaStream_t handle, const char* call_name) {
@@ -230,7 +220,12 @@ using namespace simulated_gpu;
 
 extern "C" cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags,
                                                     int priority) {
-  return call([&] { *handle = handle_of(create(flags, priority)); });
+  return call_locked([&] {
+    check_device(current_device());
+    auto* stream = new Stream(current_device(), flags, priority, /*is_default=*/false);
+    streams().created.insert(stream);
+    *handle = reinterpret_cast<cudaStream_t>(stream);
+  });
 }
 
 extern "C" cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
