@@ -244,7 +244,7 @@ def test_backend_async_coalesced_object_and_sparse_calls(rank: Rank) -> None:
 @of_one_host_and_several
 @on_layout()
 def test_messages_of_every_pair_arrive(rank: Rank) -> None:
-    """Both send first. test_random_messages.py has tags, any source, and calls in between."""
+    """Both send first. test_random_messages.py has tags, their order, and calls in between."""
     communicator = rank.communicator()
     n, own_rank = rank.world_size, rank.rank
     for size in (0, 1, 63, 5000, 300_001):
@@ -255,6 +255,15 @@ def test_messages_of_every_pair_arrive(rank: Rank) -> None:
             assert communicator.recv(output, source) == source
             work.wait()
             assert_same(output, numbers(source, own_rank, size), f"{size} from {source}")
+    works = [communicator.isend(numbers(own_rank, r, 7), r, 3) for r in range(n) if r != own_rank]
+    sources = set()
+    for _ in works:
+        source = communicator.recv(output := torch.zeros(7, dtype=torch.float64), tag=3)
+        assert_same(output, numbers(source, own_rank, 7), f"of any source, from {source}")
+        sources.add(source)
+    assert sources == set(range(n)) - {own_rank}
+    for work in works:
+        work.wait()
     objects = [{"from": own_rank}]
     if own_rank == 0:
         dist.send_object_list(objects, dst=n - 1)

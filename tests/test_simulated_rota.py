@@ -198,10 +198,6 @@ def make_stream() -> int:
     return handle.value
 
 
-def destroy_stream(handle: int) -> None:
-    assert cuda_runtime().cudaStreamDestroy(ctypes.c_void_p(handle)) == 0
-
-
 @simulated()
 def test_stream_with_the_handle_of_a_destroyed_one_waits_for_that() -> None:
     group = LocalGroup(WORLD_SIZE, device="cuda", num_channels=2)
@@ -212,7 +208,7 @@ def test_stream_with_the_handle_of_a_destroyed_one_waits_for_that() -> None:
     gate.put_on(handle)
     with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
         group.all_reduce(first)
-    destroy_stream(handle)  # its work goes on
+    assert cuda_runtime().cudaStreamDestroy(ctypes.c_void_p(handle)) == 0  # its work goes on
     others = []
     while (again := make_stream()) != handle:
         others.append(again)

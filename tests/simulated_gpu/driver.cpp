@@ -19,9 +19,6 @@ CUresult result(cudaError_t error) { return static_cast<CUresult>(error); }
 CUcontext context_of(int device) {
   return reinterpret_cast<CUcontext>(static_cast<uintptr_t>(device) + 1);
 }
-int device_of(CUcontext context) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1;
-}
 
 void* find_function(const std::string& name) {
   static void* const self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
@@ -80,7 +77,8 @@ extern "C" CUresult cuCtxGetCurrent(CUcontext* context) {
 }
 
 extern "C" CUresult cuCtxSetCurrent(CUcontext context) {
-  return context == nullptr ? CUDA_SUCCESS : result(cudaSetDevice(device_of(context)));
+  if (context == nullptr) return CUDA_SUCCESS;
+  return result(cudaSetDevice(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1));
 }
 
 extern "C" CUresult cuPointerGetAttribute(void* value, CUpointer_attribute which,

@@ -44,19 +44,6 @@ uint64_t file_of(int fd) {
   return status.st_ino;
 }
 
-Handle handle_of(const void* address) {
-  const auto allocation = memory().find(address);
-  require(allocation && allocation->kind == MemoryKind::kDevice, cudaErrorInvalidValue,
-          "only what cudaMalloc gave can be shared");
-  return {.file = file_of(allocation->fd),
-          .offset = static_cast<size_t>(allocation->base - allocation->pages),
-          .num_bytes = allocation->num_bytes,
-          .page_bytes = allocation->page_bytes,
-          .process = getpid(),
-          .fd = allocation->fd,
-          .device = physical_device(allocation->device)};
-}
-
 void* open_handle(const Handle& handle) {
   require(settings().has_ipc, cudaErrorMapBufferObjectFailed);
   require(handle.process != getpid(), cudaErrorDeviceUninitialized,
@@ -79,20 +66,6 @@ void* open_handle(const Handle& handle) {
   return base;
 }
 
-void close_import(void* base) {
-  wait_for_all_devices();
-  const std::lock_guard guard(runtime_mutex());
-  for (auto& [file, import] : imports()) {
-    if (import.base != base) continue;
-    if (--import.num_opened == 0) {
-      memory().release_import(base);
-      imports().erase(file);
-    }
-    return;
-  }
-  fail(cudaErrorInvalidValue, "no handle was opened at this address");
-}
-
 }  // namespace
 }  // namespace simulated_gpu
 
@@ -100,7 +73,16 @@ using namespace simulated_gpu;
 
 extern "C" cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* address) {
   return call([&] {
-    const Handle made = handle_of(address);
+    const auto allocation = memory().find(address);
+    require(allocation && allocation->kind == MemoryKind::kDevice, cudaErrorInvalidValue,
+            "only what cudaMalloc gave can be shared");
+    const Handle made{.file = file_of(allocation->fd),
+                      .offset = static_cast<size_t>(allocation->base - allocation->pages),
+                      .num_bytes = allocation->num_bytes,
+                      .page_bytes = allocation->page_bytes,
+                      .process = getpid(),
+                      .fd = allocation->fd,
+                      .device = physical_device(allocation->device)};
     std::memset(handle, 0, sizeof(*handle));
     std::memcpy(handle, &made, sizeof(made));
   });
@@ -120,7 +102,17 @@ extern "C" cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t h
 extern "C" cudaError_t cudaIpcCloseMemHandle(void* address) {
   return call([&] {
     refuse_while_capturing("cudaIpcCloseMemHandle");
-    close_import(address);
+    wait_for_all_devices();
+    const std::lock_guard guard(runtime_mutex());
+    for (auto& [file, import] : imports()) {
+      if (import.base != address) continue;
+      if (--import.num_opened == 0) {
+        memory().release_import(address);
+        imports().erase(file);
+      }
+      return;
+    }
+    fail(cudaErrorInvalidValue, "no handle was opened at this address");
   });
 }
 
