@@ -166,10 +166,14 @@ def test_cuda_ranks_that_disagree_raise_mismatch(rank: Rank) -> None:
         "collective": lambda comm: (comm.broadcast if odd else comm.all_reduce)(eight.to(DEVICE)),
         "root": lambda comm: comm.broadcast(eight.to(DEVICE), rank.rank),
     }
-    for what, call in disagreements.items():
+
+    def error_in_own_group(call: Callable[[rota.Communicator], object]) -> tuple[str, str]:
         comm = connect(rank)
         # In the barrier at the latest.
-        error, text = error_of(lambda: (call(comm), torch.cuda.synchronize(), comm.barrier()))  # noqa: B023
+        return error_of(lambda: (call(comm), torch.cuda.synchronize(), comm.barrier()))
+
+    for what, call in disagreements.items():
+        error, text = error_in_own_group(call)
         assert error == "Mismatch", (what, text)
         assert "rank 0 called" in text and "rank 1 called" in text, (what, text)
 
