@@ -168,7 +168,8 @@ struct FakeKernels {
                 [this] {
                   is_aborted = true;
                   is_aborted.notify_all();
-                }};
+                },
+            .have_ended = [] { return true; }};
   }
 };
 
