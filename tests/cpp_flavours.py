@@ -6,6 +6,7 @@ from cpp_mutants import LAYOUT, patches_of_mutants
 from cpp_program import (
     ASAN,
     ASAN_FLAGS,
+    CASES,
     TSAN,
     TSAN_FLAGS,
     Flavour,
@@ -13,25 +14,6 @@ from cpp_program import (
 )
 
 COMMON = ("main", "reference", "numbers", "calls", "ranks", "memory_network", "host_ranks")
-THREAD_CASES = (
-    "collectives_cases",
-    "sequences_cases",
-    "failures_cases",
-    "waiter_cases",
-    "core_sharing_cases",
-    "progress_queue_cases",
-    "launches_cases",
-    "transfers_cases",
-    "joined_regions_cases",
-    "point_to_point_cases",
-    "failed_messages_cases",
-    "peer_processes_cases",
-    "endpoint_cases",
-    "bridge_cases",
-    "window_cases",
-    "window_memory_cases",
-    "remote_window_cases",
-)
 # Single-threaded cases need no ThreadSanitizer, and it does not support forks.
 OTHER_CASES = (
     "layout_cases",
@@ -51,6 +33,12 @@ OTHER_CASES = (
     "cores_cases",
     "slot_stores_cases",
 )
+THREAD_CASES = tuple(
+    path.stem
+    for path in sorted(CASES.glob("*_cases.cpp"))
+    if path.stem not in OTHER_CASES and not path.stem.startswith("kernel_")
+)
+ALL = (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)
 SLEEPING_CASES = ("sequences_cases", "waiter_cases")
 ONE_PLACE = (Patch(LAYOUT, r"kPlacesPerMailbox = \d+;", "kPlacesPerMailbox = 1;"),)
 # So that calls between hosts have many chunks, of which no part is short.
@@ -79,11 +67,11 @@ TSAN_PROGRAM = Flavour(
     without=("every_algorithm-ws64",),  # two minutes; 16 ranks take the same ways
 )
 FLAVOURS = (
-    Flavour("plain", (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES)),
+    Flavour("plain", ALL),
     TSAN_PROGRAM,
     Flavour(
         "asan",
-        (*COMMON, "processes", *THREAD_CASES, *OTHER_CASES),
+        ALL,
         flags=ASAN_FLAGS,
         patches=SHORT_CHUNKS,
         environment=ASAN,

@@ -13,15 +13,10 @@ LINKS = "transport/links.h"
 TWO_LEVEL = "cpu/two_level.h"
 SLOTS = ("mixed_calls-ws3", "longest_messages-ws2")
 FULL_LINKS = ("p2p_full-short", "p2p_full-long", "p2p_full-both")
-MESSAGES = ("p2p_lengths", *FULL_LINKS, "p2p_both_first", "p2p_mixed-ws4")
-POSTS = ("launches_agree-ws4", "launches_too_far_ahead")
-ANSWERS = ("rendezvous-ws5", "rendezvous_groups-ws3")
-ENDS = ("joined_regions_order", "joined_regions_anew")
+MESSAGES = (*FULL_LINKS, "p2p_both_first", "p2p_mixed-ws4")
 MESSAGES_OF_HOSTS = ("hosts_messages",)
-SILENCE = ("hosts_silent-from_the_start",)
 WINDOW_SUMS = ("window_sums-float32",)
 MALFORMED = ("remote_window_malformed",)
-SUMS_OF_HOSTS = ("hosts_long_sums-float16",)
 TWO_LEVELS = ("two_level_mixed-2x2",)
 CASE_FAILED = 1
 
@@ -48,17 +43,6 @@ def relaxed(name: str, access: str, order: str) -> Mutant:
     either = rf"IS_MUTANT ? \1std::memory_order_relaxed) : \1std::memory_order_{order})"
     patch = Patch("base/flag.h", rf"({access})std::memory_order_{order}\)", either)
     return Mutant(name, (patch,), SLOTS[:1], (TSAN_REPORT_CODE,))
-
-
-def earlier(name: str, before: str, call: str) -> Mutant:
-    """Moves a call in the queues up to the line after another one.
-
-    Then it rests, so that the peer acts on the call before the next one, which would come in time
-    for both and so order what the fault leaves unordered.
-    """
-    lines = rf"({re.escape(before)}[^\n]*\n)([\s\S]*?)( *)({re.escape(call)})\n"
-    either = r"\1\3if (IS_MUTANT) { \4 rota::test::rest(); }\n\2\3if (!IS_MUTANT) \4\n"
-    return Mutant(name, (Patch("core/message_queues.cpp", lines, either),), MESSAGES)
 
 
 def told_early(what: str, before: str, publish: str) -> Mutant:
@@ -134,14 +118,18 @@ MUTANTS = (
         r"return true;",
         "return !IS_MUTANT;",
     ),
-    earlier(
+    # In the line after the one that fills the cell, not at the end. Then it rests, so that the peer
+    # acts on the call before the next one, which would come in time for both.
+    mutant(
         "cell-published-too-early",
-        "bool is_end = ",
-        "links_.publish(send.peer_, header_of(message), num_bytes, is_end);",
+        MESSAGES,
+        "core/message_queues.cpp",
+        r"(bool is_end = [^\n]*\n)([\s\S]*?)( *)(links_\.publish\(send\.peer_, [^\n]*)\n",
+        r"\1\3if (IS_MUTANT) { \4 rota::test::rest(); }\n\2\3if (!IS_MUTANT) \4\n",
     ),
     mutant(
         "no-wait-launched",
-        POSTS,
+        ("launches_agree-ws4", "launches_too_far_ahead"),
         COMMUNICATOR,
         r"waiter_\.wait\(posts_of\(peer\)\.launched,[^;]*;",
         LEFT_OUT,
@@ -154,11 +142,16 @@ MUTANTS = (
         ".step = IS_MUTANT ? 0 : index_of",
         CASE_FAILED,
     ),
-    unlocked("unlocked-answers", "transport/listener.cpp", "const auto found", ANSWERS),
+    unlocked(
+        "unlocked-answers",
+        "transport/listener.cpp",
+        "const auto found",
+        ("rendezvous-ws5", "rendezvous_groups-ws3"),
+    ),
     *(
         mutant(
             f"no-step-before-{part}",
-            ENDS,
+            ("joined_regions_order", "joined_regions_anew"),
             REGIONS,
             rf"take_step\(\);(\s+regions_\.{part})",
             LEFT_OUT,
@@ -178,7 +171,7 @@ MUTANTS = (
     unlocked("inbox-enters-unlocked", INBOX, "const auto arrival", MESSAGES_OF_HOSTS),
     mutant(
         "silence-not-missed",
-        SILENCE,
+        ("hosts_silent-from_the_start",),
         "hosts/host_monitor.cpp",
         r"!expects_signs_ \|\|",
         r"IS_MUTANT || \g<0>",
@@ -186,7 +179,7 @@ MUTANTS = (
     ),
     mutant(
         "places-of-chunks-too-few",
-        SUMS_OF_HOSTS,
+        ("hosts_long_sums-float16",),
         SUM,
         r"chunk % kNumPlaces\) \* kNumBuffers",
         "chunk % (IS_MUTANT ? 1 : kNumPlaces)) * kNumBuffers",
@@ -253,7 +246,7 @@ MUTANTS = (
 )
 # Skips the waits of one phase, named in the environment. A message between hosts is still carried.
 IF_LOST = 'if (const char* lost = std::getenv("LOST_WAIT"); lost && phase == lost)'
-LOST_WAITS = (
+PATCHES_OF_WAITS = (
     Patch("cpu/exchange.h", r"(void wait\(.*\) \{\n)", rf"\1    {IF_LOST} return;\n"),
     Patch(
         "hosts/bridge.cpp",
@@ -269,7 +262,6 @@ def waited_phases(layer: str, pattern: str) -> list[str]:
     return sorted({phase for file in sources for phase in re.findall(pattern, file.read_text())})
 
 
-WAITED_PHASES = waited_phases("cpu", r'wait_\w+\([^;]*, "([\w ]+)"\);')
 PHASES_BETWEEN_HOSTS = waited_phases("hosts", r'\bwait\([\w.]+, "([\w \']+)"')
 # Each has a wait of each of these phases that only it needs.
 HOSTS = {
@@ -290,7 +282,7 @@ HOSTS = {
 def patches_of_mutants() -> Iterator[Patch]:
     """For one program with all faults, of which each process has the one that ROTA_MUTANT selects:
     a program for each would compile most sources again (tests/cpp/mutant.h)."""
-    yield from LOST_WAITS
+    yield from PATCHES_OF_WAITS
     for number, mutant in enumerate(MUTANTS):
         for patch in mutant.patches:
             chosen = patch.replacement.replace("IS_MUTANT", f"rota::test::is_mutant({number})")
@@ -299,4 +291,11 @@ def patches_of_mutants() -> Iterator[Patch]:
         yield Patch(file, r"\A", '#include "mutant.h"\n')
 
 
-WAITS_BETWEEN_HOSTS = [(phase, case) for phase, cases in HOSTS.items() for case in cases]
+# Each wait that is left out, and a case that must find it.
+LOST_WAITS = [
+    *(
+        (phase, TWO_LEVELS[0] if phase.startswith("two_level") else SLOTS[0])
+        for phase in waited_phases("cpu", r'wait_\w+\([^;]*, "([\w ]+)"\);')
+    ),
+    *((phase, case) for phase, cases in HOSTS.items() for case in cases),
+]

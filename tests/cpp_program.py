@@ -146,11 +146,16 @@ def product_units() -> list[Path]:
         together = [file for file in files if file not in alone]
         text = "".join(f'#include "{file.relative_to(CSRC)}"\n' for file in together)
         unit = BUILD / f"unit-{layer}-{digest(text)}.cpp"
-        partial = unit.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(text)
-        partial.replace(unit)
+        write_file(unit, text)
         units += [unit, *alone]
     return units
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes the file atomically, as make_file()."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def digest(*parts: str) -> str:
@@ -238,9 +243,7 @@ def _patched_directory(flavour: Flavour) -> Path:
     for file, text in files.items():
         path = directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(text)
-        partial.replace(path)
+        write_file(path, text)
     return directory
 
 

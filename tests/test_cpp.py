@@ -26,10 +26,9 @@ from cpp_flavours import FLAVOURS, TSAN_PROGRAM
 from cpp_mutants import (
     CASE_FAILED,
     HOSTS,
+    LOST_WAITS,
     MUTANTS,
     PHASES_BETWEEN_HOSTS,
-    WAITED_PHASES,
-    WAITS_BETWEEN_HOSTS,
     Mutant,
 )
 from cpp_program import (
@@ -70,15 +69,8 @@ def test_cpp_mutant_is_found(mutant: Mutant) -> None:
     assert code != TSAN_REPORT_CODE or "WARNING: ThreadSanitizer: data race" in output
 
 
-@pytest.mark.parametrize("phase", WAITED_PHASES, ids=lambda phase: phase.replace(" ", "-"))
-def test_cpp_without_one_wait_is_found(phase: str) -> None:
-    case = "two_level_mixed-2x2" if phase.startswith("two_level") else "mixed_calls-ws3"
-    code, output = run(TSAN_PROGRAM, case, environment={"LOST_WAIT": phase})
-    assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
-
-
-@pytest.mark.parametrize(("phase", "case"), WAITS_BETWEEN_HOSTS)
-def test_cpp_without_one_wait_for_hosts_is_found(phase: str, case: str) -> None:
+@pytest.mark.parametrize(("phase", "case"), LOST_WAITS)
+def test_cpp_without_one_wait_is_found(phase: str, case: str) -> None:
     code, output = run(TSAN_PROGRAM, case, environment={"LOST_WAIT": phase})
     assert code in (CASE_FAILED, TSAN_REPORT_CODE), f"exit code {code}\n{output}"
 

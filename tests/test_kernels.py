@@ -41,8 +41,7 @@ COMMON = ("main", "reference", "numbers", "calls", "ranks", "kernel_calls")
 LAUNCHES = (
     "kernel_launch",
     "kernel_launch_direct",
-    "kernel_launch_ring",
-    "kernel_launch_groups",
+    "kernel_launch_partials",
 )
 THREAD_CASES = (
     "kernel_cases",

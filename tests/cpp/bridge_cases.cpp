@@ -3,14 +3,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <future>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "calls.h"
@@ -23,12 +21,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kTwoByTwo[] = {0, 0, 1, 1};
-constexpr int kUneven[] = {0, 0, 0, 1};
-constexpr int kThreeHosts[] = {0, 1, 1, 2};
-constexpr int kInterleaved[] = {0, 1, 0, 1};
-constexpr int kOneEach[] = {0, 1};
-
 // As tensor/hosts/ plans a call that asks for no wire format.
 Call over_hosts(Call call, bool asks_for_wire) {
   call.algorithm = schedule::Algorithm::kTwoShot;
@@ -36,7 +28,9 @@ Call over_hosts(Call call, bool asks_for_wire) {
   return call;
 }
 
-void call_over_hosts(HostRank& rank, const TestCall& call, uint64_t seed) {
+void call_over_hosts(HostRank& rank, TestCall call, uint64_t seed) {
+  call.algorithm.reset();
+  call.hop.reset();
   call_and_check({rank.rank(), rank.bridge.world_size(),
                   [&](const Call& planned, const cpu::Buffers& buffers) {
                     rank.run(over_hosts(planned, call.wire.has_value()), buffers);
@@ -44,29 +38,20 @@ void call_over_hosts(HostRank& rank, const TestCall& call, uint64_t seed) {
                  call, seed);
 }
 
-TestCall random_call_over_hosts(Random& random, int world_size) {
-  TestCall call = random_call(random, world_size);
-  call.algorithm.reset();
-  call.hop.reset();
-  return call;
-}
-
-void mixed_calls(std::span<const int> host_of, int num_calls) {
-  run_on_hosts(host_of, [&](HostRank& rank) {
-    Random same_on_all_ranks(host_of.size());
-    Random own(3000 + static_cast<uint64_t>(rank.rank()));
-    for (int i = 0; i < num_calls; ++i) {
-      const TestCall call =
-          random_call_over_hosts(same_on_all_ranks, static_cast<int>(host_of.size()));
+void mixed_calls(std::string_view letters, uint64_t num_calls) {
+  run_on_hosts(letters, [&](HostRank& rank) {
+    Random same_on_all_ranks(letters.size());
+    Random own(3000 + rank.rank());
+    for (uint64_t i = 0; i < num_calls; ++i) {
+      const TestCall call = random_call(same_on_all_ranks, rank.bridge.world_size());
       dawdle(own);
-      call_over_hosts(rank, call, static_cast<uint64_t>(i));
+      call_over_hosts(rank, call, i);
     }
   });
 }
 
-// Calls of many chunks, one behind the other.
-void long_calls(std::span<const int> host_of, CollectiveKind kind, std::optional<DType> wire = {}) {
-  run_on_hosts(host_of, [&](HostRank& rank) {
+void long_calls(std::string_view letters, CollectiveKind kind, std::optional<DType> wire) {
+  run_on_hosts(letters, [&](HostRank& rank) {
     for (uint64_t seed = 0; seed < 4; ++seed) {
       call_over_hosts(
           rank,
@@ -79,9 +64,9 @@ void long_calls(std::span<const int> host_of, CollectiveKind kind, std::optional
   });
 }
 
-void short_sums(std::span<const int> host_of) {
-  run_on_hosts(host_of, [&](HostRank& rank) {
-    Random own(static_cast<uint64_t>(rank.rank()));
+void short_sums(std::string_view letters) {
+  run_on_hosts(letters, [&](HostRank& rank) {
+    Random own(rank.rank());
     for (uint64_t seed = 0; seed < 60; ++seed) {
       dawdle(own);
       call_over_hosts(rank, {.num_elems = seed}, seed);
@@ -91,7 +76,7 @@ void short_sums(std::span<const int> host_of) {
 
 // A caller may write to its tensors as soon as the call returns, while other ranks still work.
 void tensor_is_free_after_call(CollectiveKind kind) {
-  run_on_hosts(kThreeHosts, [&](HostRank& rank) {
+  run_on_hosts("abbc", [&](HostRank& rank) {
     std::vector<float> tensor(5000), gathered(4 * tensor.size());
     const cpu::Part input{tensor.data(), tensor.size()};
     std::vector<cpu::Part> outputs;
@@ -110,16 +95,12 @@ void tensor_is_free_after_call(CollectiveKind kind) {
   });
 }
 
-// One host makes another call: every rank gets an error that names both, and the
-// group goes on.
 void mismatch_is_an_error_on_all_hosts() {
-  run_on_hosts(kTwoByTwo, [&](HostRank& rank) {
+  run_on_hosts("aabb", [&](HostRank& rank) {
     for (uint64_t seed = 0; seed < 10; ++seed) {
       const TestCall call{.num_elems = rank.rank() >= 2 ? uint64_t{11} : uint64_t{10}};
-      const Error error =
-          expect_error(ErrorKind::kMismatch, [&] { call_over_hosts(rank, call, seed); });
-      check_contains(error.what(), "float32[10]");
-      check_contains(error.what(), "float32[11]");
+      expect_error(ErrorKind::kMismatch, [&] { call_over_hosts(rank, call, seed); },
+                   {"float32[10]", "float32[11]"});
       call_over_hosts(rank, {.num_elems = 10}, seed);
     }
   });
@@ -127,35 +108,17 @@ void mismatch_is_an_error_on_all_hosts() {
 
 void abort_at_any_moment(int num_groups) {
   for (int group = 0; group < num_groups; ++group) {
-    std::atomic<int> num_failed{0};
-    run_on_hosts(kThreeHosts, [&](HostRank& rank) {
-      Random same_on_all_ranks(static_cast<uint64_t>(group));
-      std::jthread other;
-      if (rank.rank() == group % 4) {
-        other = std::jthread([&rank, group] {
-          usleep(static_cast<useconds_t>(mix(static_cast<uint64_t>(group)) % 20000));
-          rank.bridge.abort("at some moment");
-        });
-      }
-      try {
-        for (uint64_t seed = 0;; ++seed) {
-          TestCall call = random_call_over_hosts(same_on_all_ranks, 4);
-          call.in_heap = 0;  // peers may read it after an abort, see heap_cases.cpp
-          call_over_hosts(rank, call, seed);
-        }
-      } catch (const Error& error) {
-        check_contains(error.what(), "at some moment");
-        ++num_failed;
-      }
+    run_on_hosts("abbc", [&](HostRank& rank) {
+      call_until_aborted(
+          rank.rank(), 4, group, 20000, [&](const char* why) { rank.bridge.abort(why); },
+          [&](const TestCall& call, uint64_t seed) { call_over_hosts(rank, call, seed); });
     });
-    check_equal(num_failed.load(), 4, "ranks that heard of the abort");
   }
 }
 
 void silent_host_is_lost() {
   setenv("ROTA_HOST_SILENCE_MS", "700", 1);
-  constexpr int kHosts[] = {0, 0, 1};
-  run_on_hosts(kHosts,
+  run_on_hosts("aab",
                [&](HostRank& rank) {
                  const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
                    while (true) rank.barrier();
@@ -164,12 +127,11 @@ void silent_host_is_lost() {
                  if (rank.rank() < 2) check_contains(error.what(), "rank 2 on host 1");
                },
                {.cut_off = 2});
-  unsetenv("ROTA_HOST_SILENCE_MS");
 }
 
 // As a device engine's: the bridge does not know of them.
 void hook_ends_other_waits() {
-  run_on_hosts(kThreeHosts, [](HostRank& rank) {
+  run_on_hosts("abbc", [](HostRank& rank) {
     std::atomic<bool> is_over{false};
     rank.bridge.on_failure([&] { is_over = true; });
     try {
@@ -244,7 +206,7 @@ void recv_and_check(HostRank& rank, int source, uint64_t number) {
 // Both ranks send first, then receive in several threads, while collectives go on.
 void messages_beside_collectives() {
   constexpr uint64_t kNumMessages = 24;
-  run_on_hosts(kOneEach, [](HostRank& rank) {
+  run_on_hosts("ab", [](HostRank& rank) {
     std::vector<Sending> sendings(kNumMessages);
     for (uint64_t i = 0; i < kNumMessages; ++i) {
       begin_send(rank, sendings[i], 1 - rank.rank(), i, 100 * i);
@@ -267,25 +229,24 @@ void messages_beside_collectives() {
 }
 
 const CaseTable kCases{
-    {"hosts_mixed_calls-2x2", [] { mixed_calls(kTwoByTwo, 150); }},
-    {"hosts_mixed_calls-uneven", [] { mixed_calls(kUneven, 80); }},
-    {"hosts_mixed_calls-three", [] { mixed_calls(kThreeHosts, 80); }},
-    {"hosts_mixed_calls-interleaved", [] { mixed_calls(kInterleaved, 80); }},
-    {"hosts_mixed_calls-1x1", [] { mixed_calls(kOneEach, 150); }},
-    {"hosts_long_sums", [] { long_calls(kTwoByTwo, CollectiveKind::kAllReduce); }},
-    {"hosts_long_sums-float16",
-     [] { long_calls(kTwoByTwo, CollectiveKind::kAllReduce, DType::kFloat16); }},
-    {"hosts_long_buckets",
-     [] { long_calls(kThreeHosts, CollectiveKind::kReduceBucket, DType::kBFloat16); }},
-    {"hosts_long_reduce_scatters", [] { long_calls(kThreeHosts, CollectiveKind::kReduceScatter); }},
-    {"hosts_long_all_gathers", [] { long_calls(kThreeHosts, CollectiveKind::kAllGather); }},
-    {"hosts_long_broadcasts", [] { long_calls(kThreeHosts, CollectiveKind::kBroadcast); }},
-    {"hosts_long_all_to_alls", [] { long_calls(kTwoByTwo, CollectiveKind::kAllToAll); }},
-    {"hosts_short_sums", [] { short_sums(kThreeHosts); }},
-    {"hosts_free_tensor-all_reduce", [] { tensor_is_free_after_call(CollectiveKind::kAllReduce); }},
-    {"hosts_free_tensor-all_gather", [] { tensor_is_free_after_call(CollectiveKind::kAllGather); }},
+    {"hosts_mixed_calls-2x2", mixed_calls, "aabb", 150},
+    {"hosts_mixed_calls-uneven", mixed_calls, "aaab", 80},
+    {"hosts_mixed_calls-three", mixed_calls, "abbc", 80},
+    {"hosts_mixed_calls-interleaved", mixed_calls, "abab", 80},
+    {"hosts_mixed_calls-1x1", mixed_calls, "ab", 150},
+    {"hosts_long_sums", long_calls, "aabb", CollectiveKind::kAllReduce, std::nullopt},
+    {"hosts_long_sums-float16", long_calls, "aabb", CollectiveKind::kAllReduce, DType::kFloat16},
+    {"hosts_long_buckets", long_calls, "abbc", CollectiveKind::kReduceBucket, DType::kBFloat16},
+    {"hosts_long_reduce_scatters", long_calls, "abbc", CollectiveKind::kReduceScatter,
+     std::nullopt},
+    {"hosts_long_all_gathers", long_calls, "abbc", CollectiveKind::kAllGather, std::nullopt},
+    {"hosts_long_broadcasts", long_calls, "abbc", CollectiveKind::kBroadcast, std::nullopt},
+    {"hosts_long_all_to_alls", long_calls, "aabb", CollectiveKind::kAllToAll, std::nullopt},
+    {"hosts_short_sums", short_sums, "abbc"},
+    {"hosts_free_tensor-all_reduce", tensor_is_free_after_call, CollectiveKind::kAllReduce},
+    {"hosts_free_tensor-all_gather", tensor_is_free_after_call, CollectiveKind::kAllGather},
     {"hosts_mismatch-whole_host", mismatch_is_an_error_on_all_hosts},
-    {"hosts_abort", [] { abort_at_any_moment(20); }},
+    {"hosts_abort", abort_at_any_moment, 20},
     {"hosts_silent-from_the_start", silent_host_is_lost},
     {"hosts_hook", hook_ends_other_waits},
     {"hosts_messages", messages_beside_collectives},

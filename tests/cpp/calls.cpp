@@ -1,10 +1,10 @@
 #include "calls.h"
 
-#include <algorithm>
+#include <unistd.h>
+
 #include <bitset>
-#include <cstring>
 #include <memory>
-#include <utility>
+#include <thread>
 
 #include "base/per_process.h"
 #include "check.h"
@@ -24,21 +24,32 @@ class Tensor {
  public:
   Tensor(const TestCall& call, DType dtype, uint64_t num_elems, int rank)
       : dtype_(dtype), num_elems_(num_elems), misalignment_(call.misalignment) {
-    const size_t num_bytes = call.misalignment + num_elems * info(dtype).num_bytes;
+    const size_t size = call.misalignment + num_bytes();
     if ((call.in_heap >> rank & 1) != 0) {
       auto& heap = per_process<transport::Heap>();
-      bytes_.reset(static_cast<std::byte*>(heap.allocate(num_bytes)),
+      bytes_.reset(static_cast<std::byte*>(heap.allocate(size)),
                    [&heap](std::byte* bytes) { heap.release(bytes); });
     } else {
-      bytes_.reset(new std::byte[num_bytes](), std::default_delete<std::byte[]>());
+      bytes_.reset(new std::byte[size](), std::default_delete<std::byte[]>());
     }
+  }
+  // A part of it, in the same memory.
+  Tensor part(uint64_t begin, uint64_t num_elems) const {
+    Tensor part = *this;
+    part.bytes_ = {bytes_, bytes_.get() + begin * info(dtype_).num_bytes};
+    part.num_elems_ = num_elems;
+    return part;
   }
 
   // Null for an empty tensor, as in torch.
   void* data() { return num_elems_ == 0 ? nullptr : bytes_.get() + misalignment_; }
   uint64_t num_elems() const { return num_elems_; }
-  void set(uint64_t elem, uint64_t bits) { store_bits(dtype_, data(), elem, bits); }
+  size_t num_bytes() const { return num_elems_ * info(dtype_).num_bytes; }
   uint64_t get(uint64_t elem) { return load_bits(dtype_, data(), elem); }
+  template <typename BitsOf>
+  void fill(const BitsOf& bits_of) {
+    for (uint64_t i = 0; i < num_elems_; ++i) store_bits(dtype_, data(), i, bits_of(i));
+  }
 
  private:
   DType dtype_;
@@ -47,244 +58,229 @@ class Tensor {
   std::shared_ptr<std::byte> bytes_;
 };
 
-int64_t contribution(const TestCall& call, int world_size, uint64_t seed, int rank, uint64_t elem) {
-  return exact_integer(call.wire.value_or(call.dtype), call.op, world_size, hash(seed, rank, elem));
-}
+// The stream of numbers that `from` has for `to`.
+int pair_of(int from, int to) { return from * kMaxWorldSize + to; }
 
-void check_elem(const TestCall& call, Tensor& tensor, uint64_t elem, uint64_t expected, int rank) {
-  if (tensor.get(elem) == expected) return;
-  fail(join("rank ", rank, ", ", call.to_string(), ": element ", elem, " has bits ",
-            tensor.get(elem), ", expected ", expected));
+class TestedCall {
+ public:
+  TestedCall(const Caller& caller, const TestCall& call, uint64_t seed)
+      : caller_(caller), call_(call), seed_(seed) {}
+
+  void all_reduce();
+  void reduce_bucket();
+  void reduce_scatter();
+  void broadcast();
+  void copy_parts();
+
+ private:
+  int rank() const { return caller_.rank; }
+  int world_size() const { return caller_.world_size; }
+
+  Call plan() const;
+  Call with_levels(Call planned) const;
+
+  int64_t contribution(int stream, uint64_t elem) const {
+    return exact_integer(call_.wire.value_or(call_.dtype), call_.op, world_size(),
+                         hash(seed_, stream, elem));
+  }
+  uint64_t bits_of(int stream, uint64_t elem) const {
+    return bits_of_integer(call_.dtype, contribution(stream, elem));
+  }
+  uint64_t byte_of(int stream, uint64_t index) const;
+  // What all ranks contribute to an element, reduced. It is exact in any order, so one result
+  // serves every algorithm and wire dtype.
+  template <typename StreamOf>
+  uint64_t reduced(uint64_t elem, const StreamOf& stream_of) {
+    srcs_.clear();
+    for (int from = 0; from < world_size(); ++from) srcs_.push_back(bits_of(stream_of(from), elem));
+    return reduce_scalars(call_.dtype, call_.op, srcs_, world_size());
+  }
+
+  Tensor make_bytes(uint64_t num_elems) const {
+    return {call_, DType::kUInt8, num_elems * info(call_.dtype).num_bytes, rank()};
+  }
+  void fill_bytes(Tensor& tensor, int stream) const {
+    tensor.fill([&](uint64_t i) { return byte_of(stream, i); });
+  }
+  std::vector<cpu::Part> parts_of(std::vector<Tensor>& tensors) const {
+    std::vector<cpu::Part> parts;
+    for (Tensor& tensor : tensors) {
+      parts.push_back({tensor.data(), tensor.num_bytes() / info(call_.dtype).num_bytes});
+    }
+    return parts;
+  }
+  template <typename BitsOf>
+  void check_all(Tensor& tensor, const BitsOf& bits_of) const {
+    for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
+      if (tensor.get(i) == bits_of(i)) continue;
+      fail(join("rank ", rank(), ", ", call_.to_string(), ": element ", i, " has bits ",
+                tensor.get(i), ", expected ", bits_of(i)));
+    }
+  }
+
+  const Caller& caller_;
+  const TestCall& call_;
+  uint64_t seed_;
+  std::vector<uint64_t> srcs_;
+};
+
+Call TestedCall::plan() const {
+  const Planner planner(world_size());
+  if (call_.kind != CollectiveKind::kAllReduce) {
+    const auto wire =
+        call_.wire ? std::optional(WireFormat{*call_.wire, call_.block_scaling}) : std::nullopt;
+    return planner.collective(call_.kind, call_.dtype, call_.num_elems, call_.op, call_.root, wire);
+  }
+  return planner.all_reduce(
+      call_.dtype, call_.num_elems,
+      {.op = call_.op, .algorithm = call_.algorithm, .wire = call_.wire, .hop = call_.hop});
 }
 
 // A sum of numbers that are exact in any order, in the order of its nodes.
-Call with_levels(Call planned, int node_size) {
-  if (node_size == 0) return planned;
+Call TestedCall::with_levels(Call planned) const {
+  if (call_.node_size == 0) return planned;
   planned.algorithm = schedule::Algorithm::kTwoLevel;
-  planned.node_size = node_size;
-  planned.order = {.group_size = node_size};
+  planned.node_size = call_.node_size;
+  planned.order = {.group_size = call_.node_size};
   return planned;
 }
 
-Call plan(const Caller& caller, const TestCall& call) {
-  const Planner planner(caller.world_size);
-  if (call.kind != CollectiveKind::kAllReduce) {
-    const auto wire =
-        call.wire ? std::optional(WireFormat{*call.wire, call.block_scaling}) : std::nullopt;
-    return planner.collective(call.kind, call.dtype, call.num_elems, call.op, call.root, wire);
-  }
-  return planner.all_reduce(
-      call.dtype, call.num_elems,
-      {.op = call.op, .algorithm = call.algorithm, .wire = call.wire, .hop = call.hop});
-}
-
 // And reduce, which leaves the tensors of all ranks but the root as they are.
-void all_reduce(const Caller& caller, const TestCall& call, uint64_t seed) {
-  const int world_size = caller.world_size;
-  Tensor tensor(call, call.dtype, call.num_elems, caller.rank);
-  const auto bits_of = [&](int rank, uint64_t elem) {
-    return bits_of_integer(call.dtype, contribution(call, world_size, seed, rank, elem));
-  };
-  for (uint64_t i = 0; i < call.num_elems; ++i) tensor.set(i, bits_of(caller.rank, i));
-  const Call planned = with_levels(plan(caller, call), call.node_size);
-  caller.run(planned, {.data = tensor.data()});
-  std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
-  for (uint64_t i = 0; i < call.num_elems; ++i) {
-    for (int rank = 0; rank < world_size; ++rank) {
-      srcs[static_cast<size_t>(rank)] = bits_of(rank, i);
-    }
-    // Exact in any order, so one reference result serves every algorithm and wire dtype.
-    const bool receives = is_among(row_of(call.kind).receivers, caller.rank, call.root);
-    const uint64_t expected =
-        receives ? reduce_scalars(call.dtype, call.op, srcs, world_size) : bits_of(caller.rank, i);
-    check_elem(call, tensor, i, expected, caller.rank);
-  }
+void TestedCall::all_reduce() {
+  Tensor tensor(call_, call_.dtype, call_.num_elems, rank());
+  tensor.fill([&](uint64_t i) { return bits_of(rank(), i); });
+  caller_.run(with_levels(plan()), {.data = tensor.data()});
+  const bool receives = is_among(row_of(call_.kind).receivers, rank(), call_.root);
+  check_all(tensor, [&](uint64_t i) {
+    return receives ? reduced(i, [](int from) { return from; }) : bits_of(rank(), i);
+  });
 }
 
 // An average of numbers that are exact in every wire dtype, with or without block scaling.
-void reduce_bucket(const Caller& caller, const TestCall& call, uint64_t seed) {
-  const int world_size = caller.world_size;
-  Tensor tensor(call, call.dtype, call.num_elems, caller.rank);
-  const auto value_of = [&](int rank, uint64_t elem) {
-    return contribution(call, world_size, seed, rank, elem);
-  };
-  for (uint64_t i = 0; i < call.num_elems; ++i) {
-    tensor.set(i, bits_of_integer(call.dtype, value_of(caller.rank, i)));
-  }
+void TestedCall::reduce_bucket() {
+  Tensor tensor(call_, call_.dtype, call_.num_elems, rank());
+  tensor.fill([&](uint64_t i) { return bits_of(rank(), i); });
   // Every other seed uses error feedback; the residual must stay 0, because nothing is rounded.
-  std::vector<float> residual(seed % 2 == 0 ? call.num_elems : 0);
-  const BucketOptions options{.wire = {*call.wire, call.block_scaling},
-                              .pass = {.divisor = static_cast<float>(world_size) / 2,
+  std::vector<float> residual(seed_ % 2 == 0 ? call_.num_elems : 0);
+  const BucketOptions options{.wire = {*call_.wire, call_.block_scaling},
+                              .pass = {.divisor = static_cast<float>(world_size()) / 2,
                                        .result_factor = 0.5f,
                                        .has_residual = !residual.empty()},
-                              .algorithm = call.algorithm};
-  const Call planned = with_levels(
-      Planner(world_size).reduce_bucket(call.dtype, call.num_elems, options), call.node_size);
-  cpu::BucketMeasures measures(call.num_elems);
-  caller.run(planned, {.data = tensor.data(), .residual = residual.data(), .measures = &measures});
+                              .algorithm = call_.algorithm};
+  const Call planned =
+      with_levels(Planner(world_size()).reduce_bucket(call_.dtype, call_.num_elems, options));
+  cpu::BucketMeasures measures(call_.num_elems);
+  caller_.run(planned, {.data = tensor.data(), .residual = residual.data(), .measures = &measures});
   double squares = 0;
-  for (uint64_t i = 0; i < call.num_elems; ++i) {
+  check_all(tensor, [&](uint64_t i) {
     int64_t sum = 0;
-    for (int rank = 0; rank < world_size; ++rank) sum += value_of(rank, i);
-    squares += static_cast<double>(sum / world_size * (sum / world_size));
-    check_elem(call, tensor, i, bits_of_integer(call.dtype, sum / world_size), caller.rank);
-  }
+    for (int from = 0; from < world_size(); ++from) sum += contribution(from, i);
+    const int64_t average = sum / world_size();
+    squares += static_cast<double>(average * average);
+    return bits_of_integer(call_.dtype, average);
+  });
   for (const float lost : residual) check_equal(lost, 0.0f, "what rounding lost");
   check_equal(measures.sum_of_squares(), squares, "the sum of squares");
-  check_equal(measures.num_non_finite, uint64_t{0}, "the number of non-finite elements");
+  check_equal(measures.num_non_finite, 0, "the number of non-finite elements");
+}
+
+// Sums of a part for each rank, which every other seed makes unequal.
+void TestedCall::reduce_scatter() {
+  const bool is_uneven = seed_ % 2 == 0;
+  const auto length_of = [&](int owner) {
+    return is_uneven ? call_.num_elems * static_cast<uint64_t>(owner % 3) / 2 : call_.num_elems;
+  };
+  // Parts of one tensor can be read in place.
+  const bool is_one_tensor = seed_ % 3 != 0;
+  uint64_t total = 0;
+  for (int owner = 0; owner < world_size(); ++owner) total += length_of(owner);
+  const Tensor whole(call_, call_.dtype, is_one_tensor ? total : 0, rank());
+  std::vector<Tensor> inputs;
+  uint64_t begin = 0;
+  for (int owner = 0; owner < world_size(); ++owner) {
+    const uint64_t length = length_of(owner);
+    inputs.push_back(is_one_tensor ? whole.part(begin, length)
+                                   : Tensor(call_, call_.dtype, length, rank()));
+    inputs.back().fill([&](uint64_t i) { return bits_of(pair_of(rank(), owner), i); });
+    begin += length;
+  }
+  Tensor sum(call_, call_.dtype, length_of(rank()), rank());
+  const cpu::Part output{sum.data(), sum.num_elems()};
+  Call planned = plan();
+  if (is_uneven) planned.uneven = seed_ + 1;
+  caller_.run(planned, {.inputs = parts_of(inputs).data(), .outputs = &output});
+  check_all(
+      sum, [&](uint64_t i) { return reduced(i, [&](int from) { return pair_of(from, rank()); }); });
 }
 
 // Collectives that do not reduce are compared byte by byte, for elements of any size. Elements that
 // travel in a wire format are numbers that are exact in it.
-uint64_t byte_of(const TestCall& call, uint64_t seed, int rank, uint64_t index) {
-  if (!call.wire) return hash(seed, rank, index) & 0xff;
-  const size_t elem_bytes = info(call.dtype).num_bytes;
+uint64_t TestedCall::byte_of(int stream, uint64_t index) const {
+  if (!call_.wire) return hash(seed_, stream, index) & 0xff;
+  const size_t elem_bytes = info(call_.dtype).num_bytes;
   std::byte elem[sizeof(double)];
-  store_bits(call.dtype, elem, 0,
-             bits_of_integer(call.dtype, contribution(call, 1, seed, rank, index / elem_bytes)));
+  store_bits(call_.dtype, elem, 0, bits_of(stream, index / elem_bytes));
   return static_cast<uint64_t>(elem[index % elem_bytes]);
 }
 
-Tensor make_bytes(const TestCall& call, int rank) {
-  return Tensor(call, DType::kUInt8, call.num_elems * info(call.dtype).num_bytes, rank);
+void TestedCall::broadcast() {
+  Tensor tensor = make_bytes(call_.num_elems);
+  fill_bytes(tensor, rank());
+  caller_.run(plan(), {.data = tensor.data()});
+  check_all(tensor, [&](uint64_t i) { return byte_of(call_.root, i); });
 }
-
-void fill(Tensor& bytes, const TestCall& call, uint64_t seed, int rank) {
-  for (uint64_t i = 0; i < bytes.num_elems(); ++i) bytes.set(i, byte_of(call, seed, rank, i));
-}
-
-void broadcast(const Caller& caller, const TestCall& call, uint64_t seed) {
-  Tensor tensor = make_bytes(call, caller.rank);
-  fill(tensor, call, seed, caller.rank);
-  caller.run(plan(caller, call), {.data = tensor.data()});
-  for (uint64_t i = 0; i < tensor.num_elems(); ++i) {
-    check_elem(call, tensor, i, byte_of(call, seed, call.root, i), caller.rank);
-  }
-}
-
-// The tensors of a side with a part for each rank.
-class Parts {
- public:
-  template <typename LengthOf>
-  Parts(const TestCall& call, int rank, int world_size, LengthOf length_of) {
-    for (int peer = 0; peer < world_size; ++peer) {
-      TestCall part = call;
-      part.num_elems = length_of(peer);
-      tensors_.push_back(make_bytes(part, rank));
-      parts_.push_back({tensors_.back().data(), part.num_elems});
-    }
-  }
-
-  // Moves all parts, which have the same length and are filled, to one tensor, as which peers can
-  // read them in place.
-  void join(const TestCall& call, int rank) {
-    if (call.num_elems == 0) return;
-    TestCall whole = call;
-    whole.num_elems = call.num_elems * parts_.size();
-    Tensor joined = make_bytes(whole, rank);
-    auto* place = static_cast<std::byte*>(joined.data());
-    for (size_t i = 0; i < parts_.size(); ++i) {
-      std::memcpy(place, parts_[i].data, tensors_[i].num_elems());
-      parts_[i].data = place;
-      place += tensors_[i].num_elems();
-    }
-    tensors_.clear();
-    tensors_.push_back(std::move(joined));
-  }
-
-  Tensor& operator[](int rank) { return tensors_[static_cast<size_t>(rank)]; }
-  const cpu::Part* parts() const { return parts_.data(); }
-
- private:
-  std::vector<Tensor> tensors_;
-  std::vector<cpu::Part> parts_;
-};
-
-// The stream of bytes that `from` has for `to`.
-int pair_of(int from, int to) { return from * kMaxWorldSize + to; }
 
 // all_gather, gather, scatter and all_to_all: rank `from` has a part for rank `to`, unless it sends
 // the same to all. Every third seed gives the parts of all_gather and all_to_all different lengths.
-void copy_parts(const Caller& caller, const TestCall& call, uint64_t seed) {
-  const CollectiveRow& row = row_of(call.kind);
-  const int rank = caller.rank;
-  const int world_size = caller.world_size;
-  const bool is_uneven = seed % 3 == 0 && !row.has_root();
+void TestedCall::copy_parts() {
+  const CollectiveRow& row = row_of(call_.kind);
+  const bool is_uneven = seed_ % 3 == 0 && !row.has_root();
   // Short parts travel with the post, while those of other ranks need rounds.
   const auto length_of = [&](int from, int to) {
-    if (!is_uneven) return call.num_elems;
-    if (from == 0) return call.num_elems / 64;
-    return call.num_elems * static_cast<uint64_t>((from + (row.is_input_per_rank ? to : 0)) % 4) /
+    if (!is_uneven) return call_.num_elems;
+    if (from == 0) return call_.num_elems / 64;
+    return call_.num_elems * static_cast<uint64_t>((from + (row.is_input_per_rank ? to : 0)) % 4) /
            2;
   };
   const auto stream_of = [&](int from, int to) {
     return row.is_input_per_rank ? pair_of(from, to) : from;
   };
-  const int num_inputs = row.is_input_per_rank ? world_size : 1;
-  const int num_outputs = row.is_output_per_rank ? world_size : 1;
-  const auto sender_of = [&](int output) { return row.is_output_per_rank ? output : call.root; };
-  Parts inputs(call, rank, num_inputs, [&](int to) { return length_of(rank, to); });
-  Parts outputs(call, rank, num_outputs, [&](int i) { return length_of(sender_of(i), rank); });
-  for (int to = 0; to < num_inputs; ++to) fill(inputs[to], call, seed, stream_of(rank, to));
-  if (call.kind == CollectiveKind::kScatter && seed % 2 == 0) inputs.join(call, rank);
-  // Every other seed runs all_gather in place: the input is the own part of the output.
-  const bool is_in_place = call.kind == CollectiveKind::kAllGather && seed % 2 == 0;
-  if (is_in_place) fill(outputs[rank], call, seed, rank);
-
-  Call planned = plan(caller, call);
-  if (is_uneven && call.kind == CollectiveKind::kAllGather) planned.uneven = seed;
-  if (call.kind == CollectiveKind::kAllToAll) planned.num_elems = 0;
-  caller.run(planned, {.inputs = is_in_place ? outputs.parts() + rank : inputs.parts(),
-                       .outputs = outputs.parts()});
-  if (!is_among(row.receivers, rank, call.root)) return;
+  const int num_inputs = row.is_input_per_rank ? world_size() : 1;
+  const int num_outputs = row.is_output_per_rank ? world_size() : 1;
+  const auto sender_of = [&](int output) { return row.is_output_per_rank ? output : call_.root; };
+  // What is to be scattered lies, with every other seed, in one tensor, as which peers can read it
+  // in place.
+  const bool is_one_tensor = call_.kind == CollectiveKind::kScatter && seed_ % 2 == 0;
+  const Tensor whole =
+      make_bytes(is_one_tensor ? call_.num_elems * static_cast<uint64_t>(num_inputs) : 0);
+  std::vector<Tensor> inputs, outputs;
+  for (int to = 0; to < num_inputs; ++to) {
+    inputs.push_back(make_bytes(length_of(rank(), to)));
+    if (is_one_tensor) {
+      const uint64_t num_bytes = inputs.back().num_bytes();
+      inputs.back() = whole.part(static_cast<uint64_t>(to) * num_bytes, num_bytes);
+    }
+    fill_bytes(inputs.back(), stream_of(rank(), to));
+  }
   for (int i = 0; i < num_outputs; ++i) {
-    for (uint64_t byte = 0; byte < outputs[i].num_elems(); ++byte) {
-      check_elem(call, outputs[i], byte, byte_of(call, seed, stream_of(sender_of(i), rank), byte),
-                 rank);
-    }
+    outputs.push_back(make_bytes(length_of(sender_of(i), rank())));
   }
-}
-
-// Sums of a part for each rank, which every other seed makes unequal.
-void reduce_scatter(const Caller& caller, const TestCall& call, uint64_t seed) {
-  const int rank = caller.rank;
-  const int world_size = caller.world_size;
-  const bool is_uneven = seed % 2 == 0;
-  const auto length_of = [&](int owner) {
-    return is_uneven ? call.num_elems * static_cast<uint64_t>(owner % 3) / 2 : call.num_elems;
-  };
-  const auto bits_of = [&](int from, int to, uint64_t elem) {
-    return bits_of_integer(call.dtype,
-                           contribution(call, world_size, seed, pair_of(from, to), elem));
-  };
-  // Parts of one tensor can be read in place.
-  const bool is_one_tensor = seed % 3 != 0;
-  uint64_t total = 0;
-  for (int owner = 0; owner < world_size; ++owner) total += length_of(owner);
-  std::vector<Tensor> inputs;
-  if (is_one_tensor) inputs.emplace_back(call, call.dtype, total, rank);
-  std::vector<cpu::Part> parts;
-  uint64_t begin = 0;  // of the part in its tensor
-  for (int owner = 0; owner < world_size; ++owner) {
-    const uint64_t length = length_of(owner);
-    if (!is_one_tensor) inputs.emplace_back(call, call.dtype, length, rank);
-    Tensor& input = inputs.back();
-    for (uint64_t i = 0; i < length; ++i) input.set(begin + i, bits_of(rank, owner, i));
-    auto* data = static_cast<std::byte*>(input.data());
-    parts.push_back({data + begin * info(call.dtype).num_bytes, length});
-    if (is_one_tensor) begin += length;
+  std::vector<cpu::Part> input_parts = parts_of(inputs), output_parts = parts_of(outputs);
+  // Every other seed runs all_gather in place: the input is the own part of the output.
+  const bool is_in_place = call_.kind == CollectiveKind::kAllGather && seed_ % 2 == 0;
+  if (is_in_place) {
+    const auto own = static_cast<size_t>(rank());
+    fill_bytes(outputs[own], rank());
+    input_parts[0] = output_parts[own];
   }
-  Tensor sum(call, call.dtype, length_of(rank), rank);
-  const cpu::Part output{sum.data(), sum.num_elems()};
-  Call planned = plan(caller, call);
-  if (is_uneven) planned.uneven = seed + 1;
-  caller.run(planned, {.inputs = parts.data(), .outputs = &output});
-  std::vector<uint64_t> srcs(static_cast<size_t>(world_size));
-  for (uint64_t i = 0; i < sum.num_elems(); ++i) {
-    for (int from = 0; from < world_size; ++from) {
-      srcs[static_cast<size_t>(from)] = bits_of(from, rank, i);
-    }
-    check_elem(call, sum, i, reduce_scalars(call.dtype, call.op, srcs, world_size), rank);
+  Call planned = plan();
+  if (is_uneven && call_.kind == CollectiveKind::kAllGather) planned.uneven = seed_;
+  if (call_.kind == CollectiveKind::kAllToAll) planned.num_elems = 0;
+  caller_.run(planned, {.inputs = input_parts.data(), .outputs = output_parts.data()});
+  if (!is_among(row.receivers, rank(), call_.root)) return;
+  for (int i = 0; i < num_outputs; ++i) {
+    check_all(outputs[static_cast<size_t>(i)],
+              [&](uint64_t byte) { return byte_of(stream_of(sender_of(i), rank()), byte); });
   }
 }
 
@@ -301,21 +297,22 @@ std::string TestCall::to_string() const {
 }
 
 void call_and_check(const Caller& caller, const TestCall& call, uint64_t seed) {
+  TestedCall checked(caller, call, seed);
   switch (call.kind) {
     case CollectiveKind::kAllReduce:
     case CollectiveKind::kReduce:
-      return all_reduce(caller, call, seed);
+      return checked.all_reduce();
     case CollectiveKind::kReduceBucket:
-      return reduce_bucket(caller, call, seed);
+      return checked.reduce_bucket();
     case CollectiveKind::kBroadcast:
-      return broadcast(caller, call, seed);
+      return checked.broadcast();
     case CollectiveKind::kReduceScatter:
-      return reduce_scatter(caller, call, seed);
+      return checked.reduce_scatter();
     case CollectiveKind::kAllGather:
     case CollectiveKind::kGather:
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:
-      return copy_parts(caller, call, seed);
+      return checked.copy_parts();
     case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       return caller.run({.kind = CollectiveKind::kBarrier}, {});
@@ -332,6 +329,7 @@ void call_and_check(Communicator& communicator, const TestCall& call, uint64_t s
 }
 
 TestCall random_call(Random& random, int world_size) {
+  constexpr DType kPackedDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kFloat16};
   TestCall call;
   // Half of all calls are all-reduces, because they have the most variants.
   using enum CollectiveKind;
@@ -343,24 +341,23 @@ TestCall random_call(Random& random, int world_size) {
     call.op = random.choose(defined_ops(call.dtype));
   } else if (call.kind == kReduceBucket) {
     call.op = ReduceOp::kAvg;
-    call.dtype = random.choose(std::array{DType::kFloat32, DType::kFloat64, DType::kFloat16});
+    call.dtype = random.choose(kPackedDTypes);
     call.wire = random.choose(std::array{DType::kFloat32, DType::kFloat16, DType::kBFloat16,
                                          DType::kFloat8E4M3, DType::kFloat8E5M2});
-    call.block_scaling = has_block_scaling(*call.wire) && random.below(3) > 0;
   } else if (call.kind == kAllGather && random.below(2) == 0) {
-    call.dtype = random.choose(std::array{DType::kFloat32, DType::kFloat64, DType::kFloat16});
+    call.dtype = random.choose(kPackedDTypes);
     call.wire = random.choose(
         std::array{DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3, DType::kFloat8E5M2});
-    call.block_scaling = has_block_scaling(*call.wire) && random.below(3) > 0;
   } else {
     call.dtype = static_cast<DType>(random.below(kNumDTypes));
   }
+  if (call.wire) call.block_scaling = has_block_scaling(*call.wire) && random.below(3) > 0;
   if (random.below(5) > 0) call.algorithm = random.choose(kAlgorithms);
   if (call.kind == kAllReduce && call.dtype == DType::kFloat32 && random.below(2) == 0) {
     call.wire = random.choose(std::array{DType::kFloat16, DType::kBFloat16});
     if (call.algorithm == schedule::Algorithm::kRing && random.below(2) == 0) call.hop = call.wire;
   }
-  call.root = static_cast<int>(random.below(static_cast<uint64_t>(world_size)));
+  call.root = random.below(world_size);
   const size_t elem_bytes = info(call.dtype).num_bytes;
   // More rounds than the call has slots.
   const uint64_t num_slots =
@@ -369,8 +366,31 @@ TestCall random_call(Random& random, int world_size) {
                              num_slots * kSmall.slot_bytes / elem_bytes};
   call.num_elems = random.below(random.choose(limits) + 1);
   call.misalignment = random.below(3) * elem_bytes;
-  call.in_heap = random.choose(std::array{uint64_t{0}, ~uint64_t{0}, random.below(16)});
+  call.in_heap = random.choose(std::array{uint64_t{0}, ~uint64_t{0}, random.below(uint64_t{16})});
   return call;
+}
+
+void call_until_aborted(int rank, int world_size, int group, int most_us,
+                        const std::function<void(const char*)>& abort,
+                        const std::function<void(const TestCall&, uint64_t)>& call) {
+  constexpr const char* kWhy = "at some moment";
+  std::jthread other;
+  if (rank == group % world_size) {
+    other = std::jthread([&] {
+      usleep(static_cast<useconds_t>(Random(group).below(most_us)));
+      abort(kWhy);
+    });
+  }
+  Random same_on_all_ranks(group);
+  try {
+    for (uint64_t seed = 0;; ++seed) {
+      TestCall next = random_call(same_on_all_ranks, world_size);
+      next.in_heap = 0;  // peers may read it after an abort, see heap_cases.cpp
+      call(next, seed);
+    }
+  } catch (const Error& error) {
+    check_contains(error.what(), kWhy);
+  }
 }
 
 std::vector<DType> reducible_dtypes() {

@@ -45,6 +45,12 @@ void call_and_check(Communicator& communicator, const TestCall& call, uint64_t s
 // all ranks that pass the same random state.
 TestCall random_call(Random& random, int world_size);
 
+// Makes random calls until their error says that the group was aborted, which the rank `group` %
+// world_size does at some moment, after up to most_us.
+void call_until_aborted(int rank, int world_size, int group, int most_us,
+                        const std::function<void(const char*)>& abort,
+                        const std::function<void(const TestCall&, uint64_t)>& call);
+
 inline constexpr schedule::Algorithm kAlgorithms[] = {
     schedule::Algorithm::kOneShot, schedule::Algorithm::kTwoShot, schedule::Algorithm::kOrderedRing,
     schedule::Algorithm::kRing};

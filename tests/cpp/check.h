@@ -1,14 +1,17 @@
 // A minimal test framework: checks that throw, and named cases.
 //
-// A file of cases ends in one table of {"name", function}. test_cpp.py reads the names from these
-// tables, so that pytest lists cases without building anything; each runs in a process of its own.
+// A file of cases ends in one table of {"name", function, arguments...}. test_cpp.py reads the
+// names from these tables, so that pytest lists cases without building anything; each runs in a
+// process of its own.
 #pragma once
 
+#include <functional>
 #include <initializer_list>
 #include <source_location>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "base/error.h"
@@ -33,7 +36,9 @@ inline void check(bool is_true, std::string_view what,
 template <typename Got, typename Expected>
 void check_equal(const Got& got, const Expected& expected, std::string_view what,
                  std::source_location where = std::source_location::current()) {
-  if (!(got == expected)) fail(join(what, " is ", got, ", expected ", expected), where);
+  using Both = std::common_type_t<Got, Expected>;
+  if (Both(got) == Both(expected)) return;
+  fail(join(what, " is ", got, ", expected ", expected), where);
 }
 
 inline void check_contains(std::string_view text, std::string_view part,
@@ -43,13 +48,14 @@ inline void check_contains(std::string_view text, std::string_view part,
   }
 }
 
-// Returns the error of this kind that body must throw.
+// Returns the error of this kind, with all these parts in its text, that body must throw.
 template <typename Body>
-Error expect_error(ErrorKind kind, Body&& body,
+Error expect_error(ErrorKind kind, Body&& body, std::initializer_list<std::string_view> parts = {},
                    std::source_location where = std::source_location::current()) {
   try {
     body();
   } catch (const Error& error) {
+    for (const std::string_view part : parts) check_contains(error.what(), part, where);
     if (error.kind() == kind) return error;
     fail(join("an error of kind ", static_cast<int>(error.kind()), " (", error.what(),
               "), expected kind ", static_cast<int>(kind)),
@@ -59,8 +65,13 @@ Error expect_error(ErrorKind kind, Body&& body,
 }
 
 struct Case {
+  // Runs the function with these arguments.
+  template <typename Function, typename... Arguments>
+  Case(std::string_view name, Function function, Arguments... arguments)
+      : name(name), run([=] { function(arguments...); }) {}
+
   std::string_view name;
-  void (*run)();
+  std::function<void()> run;
 };
 
 // The cases of all tables that are linked into the program.

@@ -77,7 +77,7 @@ void all_reduce_through_narrower_wire_is_exact(int world_size) {
 uint64_t uneven_input(DType dtype, int rank, uint64_t elem) {
   Random random(elem * 64 + static_cast<uint64_t>(rank));
   const double mantissa = 1 + static_cast<double>(random.below(1 << 20)) / (1 << 20);
-  const double value = std::ldexp(mantissa, static_cast<int>(random.below(12)) - 6);
+  const double value = std::ldexp(mantissa, random.below(12) - 6);
   return round_to(dtype, random.below(2) == 0 ? value : -value);
 }
 
@@ -215,33 +215,33 @@ void barrier_holds_until_all_have_come(int world_size) {
 using schedule::Algorithm;
 
 const CaseTable kCases{
-    {"all_reduce-ws1", [] { all_reduce_is_exact(1, Algorithm::kOneShot); }},
-    {"one_shot-ws2", [] { all_reduce_is_exact(2, Algorithm::kOneShot); }},
-    {"one_shot-ws3", [] { all_reduce_is_exact(3, Algorithm::kOneShot); }},
-    {"one_shot-ws4", [] { all_reduce_is_exact(4, Algorithm::kOneShot); }},
-    {"two_shot-ws2", [] { all_reduce_is_exact(2, Algorithm::kTwoShot); }},
-    {"two_shot-ws3", [] { all_reduce_is_exact(3, Algorithm::kTwoShot); }},
-    {"two_shot-ws4", [] { all_reduce_is_exact(4, Algorithm::kTwoShot); }},
-    {"ordered_ring-ws2", [] { all_reduce_is_exact(2, Algorithm::kOrderedRing); }},
-    {"ordered_ring-ws3", [] { all_reduce_is_exact(3, Algorithm::kOrderedRing); }},
-    {"ordered_ring-ws4", [] { all_reduce_is_exact(4, Algorithm::kOrderedRing); }},
-    {"ring-ws2", [] { all_reduce_is_exact(2, Algorithm::kRing); }},
-    {"ring-ws3", [] { all_reduce_is_exact(3, Algorithm::kRing); }},
-    {"ring-ws4", [] { all_reduce_is_exact(4, Algorithm::kRing); }},
-    {"wire_dtype-ws1", [] { all_reduce_through_narrower_wire_is_exact(1); }},
-    {"wire_dtype-ws3", [] { all_reduce_through_narrower_wire_is_exact(3); }},
-    {"ascending_order-ws3", [] { all_reduce_sums_in_ascending_rank(3); }},
-    {"ascending_order-ws8", [] { all_reduce_sums_in_ascending_rank(8); }},
-    {"ring_order-ws2", [] { ring_sums_from_the_rank_of_the_shard(2); }},
-    {"ring_order-ws4", [] { ring_sums_from_the_rank_of_the_shard(4); }},
-    {"ring_order-ws8", [] { ring_sums_from_the_rank_of_the_shard(8); }},
-    {"others-ws1", [] { others_are_exact(1); }},
-    {"others-ws2", [] { others_are_exact(2); }},
-    {"others-ws3", [] { others_are_exact(3); }},
-    {"others-ws4", [] { others_are_exact(4); }},
-    {"misaligned_tensors-ws2", [] { misaligned_tensors_are_exact(); }},
-    {"barrier-ws2", [] { barrier_holds_until_all_have_come(2); }},
-    {"barrier-ws4", [] { barrier_holds_until_all_have_come(4); }},
+    {"all_reduce-ws1", all_reduce_is_exact, 1, Algorithm::kOneShot},
+    {"one_shot-ws2", all_reduce_is_exact, 2, Algorithm::kOneShot},
+    {"one_shot-ws3", all_reduce_is_exact, 3, Algorithm::kOneShot},
+    {"one_shot-ws4", all_reduce_is_exact, 4, Algorithm::kOneShot},
+    {"two_shot-ws2", all_reduce_is_exact, 2, Algorithm::kTwoShot},
+    {"two_shot-ws3", all_reduce_is_exact, 3, Algorithm::kTwoShot},
+    {"two_shot-ws4", all_reduce_is_exact, 4, Algorithm::kTwoShot},
+    {"ordered_ring-ws2", all_reduce_is_exact, 2, Algorithm::kOrderedRing},
+    {"ordered_ring-ws3", all_reduce_is_exact, 3, Algorithm::kOrderedRing},
+    {"ordered_ring-ws4", all_reduce_is_exact, 4, Algorithm::kOrderedRing},
+    {"ring-ws2", all_reduce_is_exact, 2, Algorithm::kRing},
+    {"ring-ws3", all_reduce_is_exact, 3, Algorithm::kRing},
+    {"ring-ws4", all_reduce_is_exact, 4, Algorithm::kRing},
+    {"wire_dtype-ws1", all_reduce_through_narrower_wire_is_exact, 1},
+    {"wire_dtype-ws3", all_reduce_through_narrower_wire_is_exact, 3},
+    {"ascending_order-ws3", all_reduce_sums_in_ascending_rank, 3},
+    {"ascending_order-ws8", all_reduce_sums_in_ascending_rank, 8},
+    {"ring_order-ws2", ring_sums_from_the_rank_of_the_shard, 2},
+    {"ring_order-ws4", ring_sums_from_the_rank_of_the_shard, 4},
+    {"ring_order-ws8", ring_sums_from_the_rank_of_the_shard, 8},
+    {"others-ws1", others_are_exact, 1},
+    {"others-ws2", others_are_exact, 2},
+    {"others-ws3", others_are_exact, 3},
+    {"others-ws4", others_are_exact, 4},
+    {"misaligned_tensors-ws2", misaligned_tensors_are_exact},
+    {"barrier-ws2", barrier_holds_until_all_have_come, 2},
+    {"barrier-ws4", barrier_holds_until_all_have_come, 4},
 };
 
 }  // namespace

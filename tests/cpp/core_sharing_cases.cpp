@@ -13,7 +13,6 @@
 namespace rota::test {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using State = CoreWord::State;
 
 constexpr WaitPolicy kYield{.yield_for = kPatience, .shares_cores = true};
@@ -29,7 +28,6 @@ class Ticks final : public WaitObserver {
   std::atomic<int> num_ticks = 0;
 };
 
-// Keeps this thread on the core where it is.
 int stay_here() {
   const int core = sched_getcpu();
   cpu_set_t cores;
@@ -37,15 +35,6 @@ int stay_here() {
   CPU_SET(core, &cores);
   check(sched_setaffinity(0, sizeof(cores), &cores) == 0, "sched_setaffinity");
   return core;
-}
-
-template <typename Condition>
-void await(const Condition& condition, const char* what) {
-  const auto end = Clock::now() + kPatience;
-  while (!condition()) {
-    check(Clock::now() < end, what);
-    sched_yield();
-  }
 }
 
 // A rank waits, while another one is in this state so many cores further on.
@@ -83,16 +72,16 @@ void wait_yields_beside(int cores_apart, State state) {
               [](const Flag& sleeping, const Ticks& ticks, const auto& await_state) {
                 await_state(State::kYields, "the rank says that it yields, and where");
                 std::this_thread::sleep_for(std::chrono::milliseconds(20));
-                check_equal(sleeping.load(), uint64_t{0}, "the sleep flag");
+                check_equal(sleeping.load(), 0, "the sleep flag");
                 check_equal(ticks.num_ticks.load(), 0, "ticks of the observer");
               });
 }
 
 const CaseTable kCases{
-    {"core_sharing_sleeps_beside_work", [] { wait_sleeps_beside(State::kWorks); }},
-    {"core_sharing_sleeps_beside_sleeping", [] { wait_sleeps_beside(State::kSleeps); }},
-    {"core_sharing_yields_to_yielding", [] { wait_yields_beside(0, State::kYields); }},
-    {"core_sharing_yields_if_apart", [] { wait_yields_beside(1, State::kWorks); }},
+    {"core_sharing_sleeps_beside_work", wait_sleeps_beside, State::kWorks},
+    {"core_sharing_sleeps_beside_sleeping", wait_sleeps_beside, State::kSleeps},
+    {"core_sharing_yields_to_yielding", wait_yields_beside, 0, State::kYields},
+    {"core_sharing_yields_if_apart", wait_yields_beside, 1, State::kWorks},
 };
 
 }  // namespace

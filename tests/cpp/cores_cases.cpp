@@ -44,18 +44,18 @@ uint64_t found_with(const std::string& online, const std::vector<Cache>& caches)
 }
 
 void caches_are_read_whatever_the_locale() {
-  const GroupedDigits locale;
-  check_equal(found_with("0-3", {{"32768K", "0,2"}}), uint64_t{64} << 20, "two of four cores");
+  group_digits();
+  check_equal(found_with("0-3", {{"32768K", "0,2"}}), 64 << 20, "two of four cores");
 }
 
 void last_level_caches_are_counted_once() {
   const Cache first{"32K", "2"}, second{"512K", "2"};
-  check_equal(found_with("0-3", {first, second, {"32768K", "0-3"}}), uint64_t{32} << 20, "one");
-  check_equal(found_with("0-7", {first, second, {"32768K", "0-3"}}), uint64_t{64} << 20, "two");
-  check_equal(found_with("0-3", {first, second}), uint64_t{2} << 20, "no third level");
-  check_equal(found_with("0-3", {}), uint64_t{0}, "no caches");
-  check_equal(found_with("2", {{"32768K", "0-3"}}), uint64_t{32} << 20, "sharers are offline");
-  check_equal(last_level_cache_bytes("/nowhere", 0), uint64_t{0}, "no directory");
+  check_equal(found_with("0-3", {first, second, {"32768K", "0-3"}}), 32 << 20, "one");
+  check_equal(found_with("0-7", {first, second, {"32768K", "0-3"}}), 64 << 20, "two");
+  check_equal(found_with("0-3", {first, second}), 2 << 20, "no third level");
+  check_equal(found_with("0-3", {}), 0, "no caches");
+  check_equal(found_with("2", {{"32768K", "0-3"}}), 32 << 20, "sharers are offline");
+  check_equal(last_level_cache_bytes("/nowhere", 0), 0, "no directory");
   check(last_level_cache_bytes() > 0, "this machine");
 }
 

@@ -75,8 +75,8 @@ void rank_leaves_at_any_moment() {
 }
 
 const CaseTable kCases{
-    {"rendezvous-ws2", [] { ranks_connect(2); }},
-    {"rendezvous-ws5", [] { ranks_connect(5); }},
+    {"rendezvous-ws2", ranks_connect, 2},
+    {"rendezvous-ws5", ranks_connect, 5},
     {"rendezvous_groups-ws3", groups_connect_in_different_orders},
     {"rendezvous_leaver-ws2", rank_leaves_at_any_moment},
 };

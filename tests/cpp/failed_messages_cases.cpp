@@ -1,6 +1,5 @@
 // Sends and recvs between ranks that are threads, which end without their message: of a mismatch, a
 // timeout, a rank that leaves, an abort, or because they are given up.
-#include <sched.h>
 
 #include <atomic>
 #include <barrier>
@@ -29,10 +28,9 @@ void another_length_or_dtype_is_a_mismatch() {
       }
       Bytes longer(length + 1, 0xee);
       const RequestRef request = links.recv(longer.data(), message_of(longer, 8), 0);
-      const Error error =
-          expect_error(ErrorKind::kMismatch, [&] { links.wait(*request, CallerThread::kUser); });
-      check_contains(error.what(), join("rank 0 called send(uint8[", length, "], tag 8)"));
-      check_contains(error.what(), join("rank 1 called recv(uint8[", length + 1, "], tag 8)"));
+      expect_error(ErrorKind::kMismatch, [&] { links.wait(*request, CallerThread::kUser); },
+                   {join("rank 0 called send(uint8[", length, "], tag 8)"),
+                    join("rank 1 called recv(uint8[", length + 1, "], tag 8)")});
       check(longer == Bytes(length + 1, 0xee), "something was written");
       const RequestRef other =
           links.recv(bytes.data(), {.tag = 8, .dtype = DType::kInt8, .num_elems = length}, 0);
@@ -49,9 +47,8 @@ void a_recv_for_which_nothing_comes_times_out() {
               if (communicator.rank() != 1) {
                 Bytes bytes(1);
                 const bool is_any = communicator.rank() == 0;
-                const Error error = expect_error(
-                    ErrorKind::kTimeout, [&] { recv(communicator, bytes, is_any ? kAnyRank : 1); });
-                check_contains(error.what(), "waited");
+                expect_error(ErrorKind::kTimeout,
+                             [&] { recv(communicator, bytes, is_any ? kAnyRank : 1); }, {"waited"});
                 ++num_over;
               } else {
                 while (num_over < 2) std::this_thread::sleep_for(milliseconds(1));
@@ -86,10 +83,9 @@ void an_abort_ends_every_wait() {
       return communicator.abort("on purpose");
     }
     Bytes bytes(1);
-    const Error error = expect_error(ErrorKind::kPeerFailed, [&] {
-      recv(communicator, bytes, communicator.rank() == 1 ? kAnyRank : 1);
-    });
-    check_contains(error.what(), "on purpose");
+    expect_error(ErrorKind::kPeerFailed,
+                 [&] { recv(communicator, bytes, communicator.rank() == 1 ? kAnyRank : 1); },
+                 {"on purpose"});
   });
 }
 
@@ -108,10 +104,8 @@ void a_signal_ends_a_wait_and_the_group() {
                 has_come = true;
               }
               check(has_come, "the handler's exception passes through");
-              const Error error =
-                  expect_error(ErrorKind::kInternal, [&] { recv(communicator, bytes, 1, 7); });
-              check_contains(error.what(),
-                             "rota.recv: rank 0/2 was interrupted (epoch 1, tag 7, step 0)");
+              expect_error(ErrorKind::kInternal, [&] { recv(communicator, bytes, 1, 7); },
+                           {"rota.recv: rank 0/2 was interrupted (epoch 1, tag 7, step 0)"});
               together.arrive_and_wait();
             },
             {.check_interrupt = [] { throw Signal(); }});

@@ -1,7 +1,5 @@
 // Collectives that an abort ends, and ranks that leave behind the last one, at any moment; calls as
 // words.
-#include <unistd.h>
-
 #include <atomic>
 #include <thread>
 
@@ -17,7 +15,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A rank that closes right after the last collective has done its part in it.
 void departure_behind_last_collective_is_no_failure() {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     std::vector<TestCall> calls{{.num_elems = 5000, .node_size = 2}};
@@ -32,31 +29,16 @@ void departure_behind_last_collective_is_no_failure() {
   }
 }
 
-// An abort at any moment of any collective ends it on all ranks.
 void abort_at_any_moment(int world_size, int num_groups) {
   for (int group = 0; group < num_groups; ++group) {
-    std::atomic<int> num_failed{0};
     run_ranks(world_size, [&](Communicator& communicator) {
-      Random same_on_all_ranks(static_cast<uint64_t>(group));
-      std::jthread other;
-      if (communicator.rank() == group % world_size) {
-        other = std::jthread([&communicator, group] {
-          usleep(static_cast<useconds_t>(mix(static_cast<uint64_t>(group)) % 3000));
-          communicator.abort("at some moment");
-        });
-      }
-      try {
-        for (uint64_t seed = 0;; ++seed) {
-          TestCall call = random_call(same_on_all_ranks, communicator.world_size());
-          call.in_heap = 0;  // peers may read it after an abort, see heap_cases.cpp
-          call_and_check(communicator, call, seed, CallerThread::kProgress);
-        }
-      } catch (const Error& error) {
-        check_contains(error.what(), "at some moment");
-        ++num_failed;
-      }
+      call_until_aborted(
+          communicator.rank(), world_size, group, 3000,
+          [&](const char* why) { communicator.abort(why); },
+          [&](const TestCall& call, uint64_t seed) {
+            call_and_check(communicator, call, seed, CallerThread::kProgress);
+          });
     });
-    check_equal(num_failed.load(), world_size, "ranks that heard of the abort");
   }
 }
 
@@ -72,8 +54,6 @@ void progress_thread_is_not_interrupted() {
   check(!was_asked, "check_interrupt ran on the progress thread");
 }
 
-// ---- arguments ----
-
 // The pending sums of a tree are registers of a kernel. Integers need no tree, whatever their
 // number.
 void plan_for_gpu_takes_trees_of_few_ranks() {
@@ -86,9 +66,8 @@ void plan_for_gpu_takes_trees_of_few_ranks() {
     check_equal(plan(cuda::kMostTreeRanks, dtype).num_shards, 16u, name(dtype));
   }
   check_equal(plan(cuda::kMostTreeRanks + 1, DType::kInt8).num_shards, 32u, "integers");
-  const Error error =
-      expect_error(ErrorKind::kValue, [&] { plan(cuda::kMostTreeRanks + 1, DType::kFloat32); });
-  check_contains(error.what(), "on GPUs is for up to 16 ranks, world_size is 17");
+  expect_error(ErrorKind::kValue, [&] { plan(cuda::kMostTreeRanks + 1, DType::kFloat32); },
+               {"on GPUs is for up to 16 ranks, world_size is 17"});
 }
 
 void call_survives_its_words() {
@@ -141,12 +120,13 @@ void all_to_all_of_other_lengths_is_an_error_everywhere() {
       // Rank 2 sends 1 element to rank 0.
       std::vector<cpu::Part> inputs(3, {bytes, 1}), outputs(3, {bytes, 1});
       if (rank == 0) outputs[2].num_elems = expected;
-      const Error error = expect_error(ErrorKind::kMismatch, [&] {
-        communicator.run({.kind = CollectiveKind::kAllToAll},
-                         {.inputs = inputs.data(), .outputs = outputs.data()}, CallerThread::kUser);
-      });
-      check_contains(error.what(),
-                     join("rank 2 sends 1 elements to rank 0, which expects ", expected));
+      expect_error(ErrorKind::kMismatch,
+                   [&] {
+                     communicator.run({.kind = CollectiveKind::kAllToAll},
+                                      {.inputs = inputs.data(), .outputs = outputs.data()},
+                                      CallerThread::kUser);
+                   },
+                   {join("rank 2 sends 1 elements to rank 0, which expects ", expected)});
       communicator.barrier(CallerThread::kUser);  // the group stays usable
     }
   });
@@ -154,8 +134,8 @@ void all_to_all_of_other_lengths_is_an_error_everywhere() {
 
 const CaseTable kCases{
     {"departure_behind_last_collective-ws4", departure_behind_last_collective_is_no_failure},
-    {"abort_at_any_moment-ws2", [] { abort_at_any_moment(2, 60); }},
-    {"abort_at_any_moment-ws4", [] { abort_at_any_moment(4, 40); }},
+    {"abort_at_any_moment-ws2", abort_at_any_moment, 2, 60},
+    {"abort_at_any_moment-ws4", abort_at_any_moment, 4, 40},
     {"progress_thread_not_interrupted-ws2", progress_thread_is_not_interrupted},
     {"plan_gpu_trees", plan_for_gpu_takes_trees_of_few_ranks},
     {"all_to_all_of_other_lengths-ws3", all_to_all_of_other_lengths_is_an_error_everywhere},

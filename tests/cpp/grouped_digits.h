@@ -6,21 +6,13 @@
 
 namespace rota::test {
 
-// While it lives, streams write 1,2,3 for 123, and read it so.
-class GroupedDigits {
- public:
-  GroupedDigits() : before_(std::locale::global({std::locale::classic(), new Digits})) {}
-  ~GroupedDigits() { std::locale::global(before_); }
-  GroupedDigits(const GroupedDigits&) = delete;
-  GroupedDigits& operator=(const GroupedDigits&) = delete;
-
- private:
+// From now on streams write 1,2,3 for 123, and read it so.
+inline void group_digits() {
   struct Digits : std::numpunct<char> {
     char do_thousands_sep() const override { return ','; }
     std::string do_grouping() const override { return "\1"; }
   };
-
-  const std::locale before_;
-};
+  std::locale::global({std::locale::classic(), new Digits});
+}
 
 }  // namespace rota::test

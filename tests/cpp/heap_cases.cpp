@@ -2,7 +2,6 @@
 // data that it read from a rank which had given up. That read races with the owner's writes, as
 // ThreadSanitizer reports, so the reader must notice.
 #include <sys/mman.h>
-#include <sys/time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -56,23 +55,16 @@ void gaps_are_used_again() {
 
 // Each signal cancels the kernel's reservation in progress.
 void signals_do_not_end_a_reservation() {
-  struct sigaction action{};
-  action.sa_handler = [](int) {};
-  check(sigaction(SIGALRM, &action, nullptr) == 0, "sigaction");
-  const itimerval every_ms{.it_interval = {0, 1000}, .it_value = {0, 1000}};
-  check(setitimer(ITIMER_REAL, &every_ms, nullptr) == 0, "setitimer");
+  raise_alarms();
   Heap heap;
   heap.allocate(size_t{256} << 20);
-  const itimerval never{};
-  setitimer(ITIMER_REAL, &never, nullptr);
 }
 
 void more_than_there_is_is_refused() {
   Heap heap;
   for (const size_t num_bytes : {size_t{1} << 50, ~size_t{0}}) {
-    const Error error = expect_error(ErrorKind::kTransport, [&] { heap.allocate(num_bytes); });
-    check_contains(error.what(), join("cannot reserve ", num_bytes, " bytes of shared memory"));
-    check_contains(error.what(), "bytes free");
+    expect_error(ErrorKind::kTransport, [&] { heap.allocate(num_bytes); },
+                 {join("cannot reserve ", num_bytes, " bytes of shared memory"), "bytes free"});
   }
   heap.allocate(1);
 }
@@ -95,8 +87,6 @@ void peers_read_and_do_not_write() {
   }));
   check_equal(exit.signal, SIGSEGV, "the end of a process that writes");
 }
-
-// ---- a rank that gives up while a peer reads its tensor ----
 
 // Memory that blocks the first thread that touches it until is_resumed is set.
 class StoppingPage {

@@ -3,8 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
-#include <thread>
 
 #include "cuda/peers.h"
 #include "host_block.h"
@@ -20,7 +18,16 @@ struct GridShape {
   int num_threads = 8;   // of each block; raised to world_size (links.h)
   size_t slot_bytes = 1024;
   size_t packet_bytes = 1024;
-  uint64_t timeout_ns = std::chrono::nanoseconds(kPatience).count();
+  std::chrono::nanoseconds timeout = kPatience;
+};
+
+inline constexpr int kNobody = -1;
+
+// Of launches that need nothing before or after them.
+struct PlainWork {
+  int late_rank(int) const { return kNobody; }
+  void prepare(int, int) const {}
+  bool finish(int, int) const { return true; }
 };
 
 class HostGrid {
@@ -29,11 +36,11 @@ class HostGrid {
       : shape_(with_a_thread_for_each_rank(shape)),
         geometry_{shape.world_size, shape.num_channels == 0 ? shape.num_blocks : shape.num_channels,
                   shape.slot_bytes, shape.packet_bytes} {
-    const auto world_size = static_cast<size_t>(shape.world_size);
-    ranks_.resize(world_size);
+    ranks_.resize(static_cast<size_t>(shape.world_size));
     for (Rank& rank : ranks_) rank.region.resize(geometry_.num_bytes() / sizeof(Line));
+    const auto timeout_ns = static_cast<uint64_t>(shape.timeout.count());
     for (int i = 0; i < shape.world_size; ++i) {
-      Rank& rank = ranks_[static_cast<size_t>(i)];
+      Rank& rank = at(i);
       rank.peers = {.first_rank = shape.is_one_launch ? 0 : i,
                     .num_local_ranks = shape.is_one_launch ? shape.world_size : 1,
                     .geometry = geometry_,
@@ -42,35 +49,27 @@ class HostGrid {
                     .num_left = &rank.num_left,
                     .failure = &rank.failure,
                     .stall = &rank.stall,
-                    .stall_after_ns = shape.timeout_ns / 2,
-                    .timeout_ns = shape.timeout_ns};
-      for (size_t peer = 0; peer < world_size; ++peer) {
+                    .stall_after_ns = timeout_ns / 2,
+                    .timeout_ns = timeout_ns};
+      for (size_t peer = 0; peer < ranks_.size(); ++peer) {
         rank.peers.regions[peer] = reinterpret_cast<std::byte*>(ranks_[peer].region.data());
       }
     }
   }
 
   const GridShape& shape() const { return shape_; }
-  cuda::Peers& peers(int rank) { return ranks_[static_cast<size_t>(rank)].peers; }
-  cuda::Failure failure(int rank) const {
-    return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].failure);
-  }
-  cuda::Failure stall(int rank) const {
-    return cuda::Failure::unpack(ranks_[static_cast<size_t>(rank)].stall);
-  }
+  cuda::Peers& peers(int rank) { return at(rank).peers; }
+  cuda::Failure failure(int rank) { return cuda::Failure::unpack(at(rank).failure); }
+  cuda::Failure stall(int rank) { return cuda::Failure::unpack(at(rank).stall); }
   // Whether a rank's region is still all zeroes, as before the first launch.
-  bool is_untouched(int rank) const {
+  bool is_untouched(int rank) {
     const auto is_zero = [](const Line& line) {
       return std::ranges::all_of(line.bytes, [](std::byte byte) { return byte == std::byte{0}; });
     };
-    return std::ranges::all_of(ranks_[static_cast<size_t>(rank)].region, is_zero);
+    return std::ranges::all_of(at(rank).region, is_zero);
   }
-  void abort(int rank) {
-    std::atomic_ref(ranks_[static_cast<size_t>(rank)].abort).store(1, std::memory_order_relaxed);
-  }
-
   void abort_everywhere() {
-    for (int rank = 0; rank < shape_.world_size; ++rank) abort(rank);
+    for (Rank& rank : ranks_) std::atomic_ref(rank.abort).store(1, std::memory_order_relaxed);
   }
 
   // Runs the launches number = 0, 1, ... num_launches - 1 of all ranks, each with blocks in
@@ -140,6 +139,8 @@ class HostGrid {
     uint64_t stall = 0;
     cuda::Peers peers{};
   };
+
+  Rank& at(int rank) { return ranks_[static_cast<size_t>(rank)]; }
 
   GridShape shape_;
   transport::DeviceGeometry geometry_;

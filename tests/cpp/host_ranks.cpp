@@ -2,10 +2,10 @@
 
 #include <barrier>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "hosts/executor.h"
+#include "letters.h"
 #include "transport/thread_transport.h"
 
 namespace rota::test {
@@ -14,11 +14,9 @@ void HostRank::run(const Call& call, const cpu::Buffers& buffers) {
   hosts::execute({bridge, scratch, call, {}, buffers});
 }
 
-void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRank&)>& body,
+void run_on_hosts(std::string_view letters, const std::function<void(HostRank&)>& body,
                   const HostsOptions& options) {
-  std::vector<std::string> ids;
-  for (const int host : host_of) ids.push_back(join("host", host));
-  const schedule::Hosts hosts(ids);
+  const schedule::Hosts hosts = hosts_of(letters);
   std::vector<std::vector<std::unique_ptr<transport::Transport>>> transports;
   for (int host = 0; host < hosts.num_hosts(); ++host) {
     transports.push_back(
@@ -27,10 +25,10 @@ void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRan
       transport->set_numbering({hosts.ranks_of(host), hosts.world_size()});
     }
   }
-  MemoryNetwork data(MemoryNetwork::Kind::kData), letters(MemoryNetwork::Kind::kLetters);
+  MemoryNetwork data(MemoryNetwork::Kind::kData), mail(MemoryNetwork::Kind::kLetters);
   if (options.cut_off) {
     data.cut_off(*options.cut_off);
-    letters.cut_off(*options.cut_off);
+    mail.cut_off(*options.cut_off);
   }
   std::barrier joint_step(hosts.world_size());
   FirstException first_exception;
@@ -39,7 +37,7 @@ void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRan
     auto& transport = transports[static_cast<size_t>(host)][static_cast<size_t>(local_rank)];
     auto local = std::make_shared<Communicator>(std::move(transport), options.timeout,
                                                 options.check_interrupt);
-    hosts::Bridge bridge(hosts, rank, local, data.connect(rank), letters.connect(rank));
+    hosts::Bridge bridge(hosts, rank, local, data.connect(rank), mail.connect(rank));
     joint_step.arrive_and_wait();
     bridge.expect_signs();
     HostRank host_rank{bridge, {}};

@@ -4,7 +4,7 @@
 
 #include <functional>
 #include <optional>
-#include <span>
+#include <string_view>
 
 #include "hosts/bridge.h"
 #include "hosts/scratch.h"
@@ -26,8 +26,8 @@ struct HostsOptions : RanksOptions {
   std::optional<int> cut_off;  // a rank that other hosts hear nothing of from the start
 };
 
-// Runs body on every rank, as run_ranks(). host_of: the host of each rank.
-void run_on_hosts(std::span<const int> host_of, const std::function<void(HostRank&)>& body,
+// Runs body on every rank, as run_ranks(). letters: the host of each rank (letters.h).
+void run_on_hosts(std::string_view letters, const std::function<void(HostRank&)>& body,
                   const HostsOptions& options = {});
 
 }  // namespace rota::test

@@ -1,6 +1,5 @@
 // Who shares a host or a NUMA node, and when the sum over hosts of the sums within them is the sum
 // in a tree.
-#include <array>
 #include <filesystem>
 #include <fstream>
 #include <optional>
@@ -8,21 +7,14 @@
 #include <vector>
 
 #include "check.h"
+#include "letters.h"
 #include "processes.h"
-#include "schedule/hosts.h"
 #include "transport/place.h"
 
 namespace rota::test {
 namespace {
 
 using schedule::Hosts;
-
-// One letter a rank: its host.
-Hosts hosts_of(const std::string& letters) {
-  std::vector<std::string> ids;
-  for (const char letter : letters) ids.emplace_back(1, letter);
-  return Hosts(ids);
-}
 
 void hosts_are_numbered_by_their_lowest_rank() {
   const Hosts hosts = hosts_of("cacab");

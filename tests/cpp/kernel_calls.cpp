@@ -47,8 +47,6 @@ Range equal_shard(const KernelCall& call, int world_size, int rank) {
                               static_cast<uint64_t>(rank), 1);
 }
 
-// ---- numbers
-
 // The bits of elem_dtype(call) that a rank contributes.
 uint64_t input_bits(const KernelCall& call, int world_size, int rank, uint64_t elem) {
   const uint64_t any = hash(call.seed, rank, elem);
@@ -101,15 +99,6 @@ cuda::Sums sums_of(const KernelCall& call) {
   return is_tree ? cuda::Sums::kInTree : cuda::Sums::kInGroups;
 }
 
-// Sums srcs in the accumulate dtype, by halves; the first half has one more if their number is odd.
-uint64_t reduce_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
-  if (srcs.size() == 1) return srcs[0];
-  const size_t num_left = (srcs.size() + 1) / 2;
-  const uint64_t halves[] = {reduce_tree(dtype, op, srcs.first(num_left)),
-                             reduce_tree(dtype, op, srcs.subspan(num_left))};
-  return reduce_scalars(dtype, op, halves, 1);
-}
-
 // Adds each group in the accumulate dtype, then the groups' sums, or along the tree, and rounds
 // once.
 uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int first_rank) {
@@ -124,7 +113,7 @@ uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int
   const ReduceOp partial_op = call.op == ReduceOp::kAvg ? ReduceOp::kSum : call.op;
   const int group_size = call.group_size == 0 ? world_size : call.group_size;
   std::vector<uint64_t> groups;
-  if (call.is_tree) groups.push_back(reduce_tree(accumulate, partial_op, srcs));
+  if (call.is_tree) groups.push_back(reduce_in_tree(accumulate, partial_op, srcs));
   for (int first = 0; first < world_size && !call.is_tree; first += group_size) {
     const auto group =
         std::span(srcs).subspan(static_cast<size_t>(first), static_cast<size_t>(group_size));
@@ -133,8 +122,6 @@ uint64_t reduce_in_order(const KernelCall& call, std::vector<uint64_t> srcs, int
   const uint64_t total = reduce_scalars(accumulate, call.op, groups, world_size);
   return is_narrow ? round_to(dtype, to_double(accumulate, total)) : total;
 }
-
-// ---- one rank's launch
 
 // A tensor's memory, exactly its size, so that AddressSanitizer catches any access beyond its end.
 struct TensorBytes {
@@ -149,9 +136,12 @@ class CheckedCalls {
  public:
   CheckedCalls(HostGrid& grid, const std::vector<CheckedCall>& calls) : grid_(grid) {
     for (const CheckedCall& checked : calls) {
-      calls_.push_back({&checked.call, checked.expected, {}});
+      calls_.push_back({.call = &checked.call, .expected = checked.expected});
+      Planned& planned = calls_.back();
       for (int rank = 0; rank < world_size(); ++rank) {
-        calls_.back().ranks.push_back(make_tensors(checked.call, rank));
+        Tensors& tensors = planned.ranks.emplace_back(make_tensors(checked.call, rank));
+        planned.inputs.push_back(tensors.input_data());
+        planned.outputs.push_back(tensors.output.data());
       }
     }
   }
@@ -167,7 +157,7 @@ class CheckedCalls {
   int late_rank(int number) { return at(number).call->late_rank; }
   void prepare(int rank, int number) {
     const KernelCall& call = *at(number).call;
-    Tensors& tensors = at(number).ranks[static_cast<size_t>(rank)];
+    Tensors& tensors = at(number).of(rank);
     std::ranges::fill(tensors.output.bytes, std::byte{0xa5});
     std::vector<float> values;
     for (uint64_t i = 0; i < tensors.input_range.num_elems; ++i) {
@@ -180,19 +170,20 @@ class CheckedCalls {
     }
     if (call.is_bucket) encode_bucket(call, rank, values, tensors.input_data());
     try {
-      tensors.launch = launch_of(at(number), rank);
+      tensors.launch =
+          launch_of(call, grid_.peers(rank), rank, at(number).inputs, at(number).outputs);
     } catch (const Error& error) {
       tensors.launch.has_part = false;
       tensors.refusal = error.what();
     }
   }
   void launch(const HostBlock& block, int rank, int number) {
-    test::launch(block, grid_.peers(rank), at(number).ranks[static_cast<size_t>(rank)].launch);
+    test::launch(block, grid_.peers(rank), at(number).of(rank).launch);
   }
   bool finish(int rank, int number) {
     try {
       const cuda::Failure failure = grid_.failure(rank);
-      const std::string& refusal = at(number).ranks[static_cast<size_t>(rank)].refusal;
+      const std::string& refusal = at(number).of(rank).refusal;
       check(refusal.empty(), refusal);
       check(failure.kind == cuda::FailureKind::kNone, to_string(failure));
       check_result(rank, at(number));
@@ -222,6 +213,9 @@ class CheckedCalls {
     const KernelCall* call;
     const std::vector<uint64_t>& expected;
     std::vector<Tensors> ranks;
+    std::vector<std::byte*> inputs, outputs;
+
+    Tensors& of(int rank) { return ranks[static_cast<size_t>(rank)]; }
   };
 
   int world_size() const { return grid_.shape().world_size; }
@@ -243,51 +237,9 @@ class CheckedCalls {
     return tensors;
   }
 
-  KernelLaunch launch_of(Planned& planned, int rank) {
-    const KernelCall& call = *planned.call;
-    const cuda::Peers& peers = grid_.peers(rank);
-    KernelLaunch launch{.kernel = call.kernel, .format = call.format, .sums = sums_of(call)};
-    for (size_t peer = 0; peer < planned.ranks.size(); ++peer) {
-      launch.tensors.of[peer] = planned.ranks[peer].output.data();
-    }
-    Pair ends{call.root, call.receiver};
-    if (call.kernel == Kernel::kTransfer) {
-      const std::optional<Pair> pair = pair_of(call, world_size(), rank);
-      launch.has_part = pair.has_value();
-      if (!launch.has_part) return launch;
-      ends = *pair;
-    }
-    cuda::LaunchRequest request{.kernel = launch.kernel,
-                                .num_elems = call.num_elems,
-                                .format = call.format,
-                                .op = call.op,
-                                .divisor = static_cast<double>(world_size()),
-                                .sums = launch.sums,
-                                .group_size = call.group_size,
-                                .is_bucket = call.is_bucket,
-                                .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
-                                             .seed = call.stochastic_seed.value_or(0),
-                                             .stream = kResultStream},
-                                .source = ends.sender,
-                                .destination = ends.receiver,
-                                .fingerprint = mix(call.seed + call.num_elems)};
-    for (int place = 0; place < peers.num_local_ranks; ++place) {
-      Tensors& tensors = planned.ranks[static_cast<size_t>(peers.first_rank + place)];
-      request.input[static_cast<size_t>(place)] = tensors.input_data();
-      request.output[static_cast<size_t>(place)] = tensors.output.data();
-    }
-    if (call.kernel == Kernel::kTwoShotInPlace) request.tensors = &launch.tensors;
-    if (moves_bytes(call)) {
-      request.num_elems = call.format.num_bytes(call.num_elems);
-      request.format = {DType::kUInt8};
-    }
-    launch.args = cuda::plan_launch(request, peers, schedule::kLocalTuning).args;
-    return launch;
-  }
-
   void check_result(int rank, Planned& planned) {
     const KernelCall& call = *planned.call;
-    Tensors& tensors = planned.ranks[static_cast<size_t>(rank)];
+    Tensors& tensors = planned.of(rank);
     const int sender = pair_of(call, world_size(), rank).value_or(Pair{rank, rank}).sender;
     std::vector<float> values;
     if (call.is_bucket) {
@@ -295,7 +247,6 @@ class CheckedCalls {
     }
     for (uint64_t i = 0; i < tensors.output_range.num_elems; ++i) {
       const uint64_t elem = tensors.output_range.begin + i;
-      // Each receiver gets the data of its own sender.
       const uint64_t expected = call.kernel == Kernel::kTransfer
                                     ? input_bits(call, world_size(), sender, elem)
                                     : planned.expected[elem];
@@ -338,6 +289,44 @@ std::string to_string(const cuda::Failure& failure) {
 
 bool is_defined(Kernel kernel, const WireFormat& format) {
   return kernel != Kernel::kLowLatency || !format.is_block_scaled;
+}
+
+KernelLaunch launch_of(const KernelCall& call, const cuda::Peers& peers, int rank,
+                       const std::vector<std::byte*>& inputs,
+                       const std::vector<std::byte*>& outputs) {
+  KernelLaunch launch{.kernel = call.kernel, .format = call.format, .sums = sums_of(call)};
+  std::ranges::copy(outputs, launch.tensors.of);
+  std::optional<Pair> ends = Pair{call.root, call.receiver};
+  if (call.kernel == Kernel::kTransfer) ends = pair_of(call, peers.world_size(), rank);
+  launch.has_part = ends.has_value();
+  if (!launch.has_part) return launch;
+  cuda::LaunchRequest request{.kernel = launch.kernel,
+                              .num_elems = call.num_elems,
+                              .format = call.format,
+                              .op = call.op,
+                              .divisor = static_cast<double>(peers.world_size()),
+                              .sums = launch.sums,
+                              .group_size = call.group_size,
+                              .is_bucket = call.is_bucket,
+                              .rounding = {.is_stochastic = call.stochastic_seed.has_value(),
+                                           .seed = call.stochastic_seed.value_or(0),
+                                           .stream = kResultStream},
+                              .source = ends->sender,
+                              .destination = ends->receiver,
+                              .fingerprint = mix(call.seed + call.num_elems)};
+  const auto first = static_cast<size_t>(peers.first_rank);
+  for (size_t place = 0; place < static_cast<size_t>(peers.num_local_ranks); ++place) {
+    request.output[place] = outputs[first + place];
+    request.input[place] = inputs[first + place];
+  }
+  if (call.kernel == Kernel::kTwoShotInPlace) request.tensors = &launch.tensors;
+  if (moves_bytes(call)) {
+    request.num_elems = call.format.num_bytes(call.num_elems);
+    request.format = cuda::kBytes;
+    request.moves_floats = info(call.format.dtype).is_floating;
+  }
+  launch.args = cuda::plan_launch(request, peers, schedule::kLocalTuning).args;
+  return launch;
 }
 
 KernelCall varied(KernelCall call, int world_size, uint64_t variant) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,17 +12,13 @@
 
 namespace rota::test {
 
-inline constexpr Kernel kAllReduceKernels[] = {
-    Kernel::kOneShot,     Kernel::kTwoShot,      Kernel::kTwoShotInPlace, Kernel::kRing,
-    Kernel::kOrderedRing, Kernel::kHierarchical, Kernel::kLowLatency};
 inline constexpr Kernel kAllKernels[] = {
     Kernel::kOneShot,     Kernel::kTwoShot,      Kernel::kTwoShotInPlace, Kernel::kRing,
     Kernel::kOrderedRing, Kernel::kHierarchical, Kernel::kLowLatency,     Kernel::kReduceScatter,
     Kernel::kAllGather,   Kernel::kBroadcast,    Kernel::kTransfer};
+inline constexpr auto kAllReduceKernels = std::span(kAllKernels).first<7>();
 
 enum class Numbers : uint8_t { kExact, kMixed };
-
-inline constexpr int kNobody = -1;
 
 struct KernelCall {
   Kernel kernel = Kernel::kOneShot;
@@ -45,7 +42,6 @@ struct KernelCall {
   std::string to_string() const;
 };
 
-// The wire formats of buckets.
 inline constexpr WireFormat kBucketFormats[] = {
     {DType::kFloat32},          {DType::kFloat16},         {DType::kBFloat16},
     {DType::kFloat8E4M3},       {DType::kFloat8E5M2},      {DType::kFloat16, true},
@@ -72,6 +68,11 @@ std::vector<uint64_t> expected_bits(const KernelCall& call, int world_size);
 // The same for all-reduces, as computed by the CPU's collectives.
 std::vector<std::vector<uint64_t>> cpu_bits(const std::vector<KernelCall>& calls, int world_size);
 DType elem_dtype(const KernelCall& call);
+
+// The launch of one rank. inputs, outputs: of all ranks.
+KernelLaunch launch_of(const KernelCall& call, const cuda::Peers& peers, int rank,
+                       const std::vector<std::byte*>& inputs,
+                       const std::vector<std::byte*>& outputs);
 
 struct CheckedCall {
   KernelCall call;

@@ -18,35 +18,37 @@ GridShape shape_of(int world_size, bool is_bucket) {
           .packet_bytes = is_bucket ? 2 * kBucketSlotBytes : 2 * kPlainSlotBytes};
 }
 
-// Two ranks if world_size is even, otherwise one.
 int group_size_of(Kernel kernel, int world_size) {
   if (kernel != Kernel::kHierarchical) return 0;
   return world_size % 2 == 0 ? 2 : 1;
 }
 
-void edges(int world_size, Kernel kernel) {
-  HostGrid grid(shape_of(world_size, /*is_bucket=*/false));
-  std::vector<KernelCall> calls;
+// Calls of every edge length, of these kernels in turn.
+void add_edges(std::vector<KernelCall>& calls, const HostGrid& grid, Kernel kernel, Kernel other) {
+  const int world_size = grid.shape().world_size;
   for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8, DType::kFloat64}) {
     KernelCall call{
         .kernel = kernel, .format = {dtype}, .group_size = group_size_of(kernel, world_size)};
     for (const uint64_t length : edge_lengths(call, grid.shape())) {
       call.num_elems = length;
+      call.kernel = calls.size() % 2 == 0 ? kernel : other;
       calls.push_back(varied(call, world_size, calls.size()));
     }
   }
-  call_and_check(grid, calls);
 }
 
-template <Kernel kKernel>
-void edges() {
-  for (const int world_size : {2, 3, 4}) edges(world_size, kKernel);
+void edges(Kernel kernel) {
+  for (const int world_size : {2, 3, 4}) {
+    HostGrid grid(shape_of(world_size, /*is_bucket=*/false));
+    std::vector<KernelCall> calls;
+    add_edges(calls, grid, kernel, kernel);
+    call_and_check(grid, calls);
+  }
 }
 
 // Buckets are cut into tiles and into scaled blocks, which several lanes share.
-template <int kWorldSize>
-void edges_of_buckets() {
-  HostGrid grid(shape_of(kWorldSize, /*is_bucket=*/true));
+void edges_of_buckets(int world_size) {
+  HostGrid grid(shape_of(world_size, /*is_bucket=*/true));
   std::vector<KernelCall> calls;
   for (const Kernel kernel : kAllReduceKernels) {
     for (const WireFormat& format : kBucketFormats) {
@@ -54,13 +56,13 @@ void edges_of_buckets() {
       KernelCall call{.kernel = kernel,
                       .format = format,
                       .is_bucket = true,
-                      .group_size = group_size_of(kernel, kWorldSize)};
+                      .group_size = group_size_of(kernel, world_size)};
       for (const uint64_t length : edge_lengths(call, grid.shape())) {
         // Some of the long ones suffice.
         if (length > 4000 && calls.size() % 4 != 0) continue;
         call.num_elems = length;
         call.op = calls.size() % 2 == 0 ? ReduceOp::kSum : ReduceOp::kAvg;
-        calls.push_back(varied(call, kWorldSize, calls.size()));
+        calls.push_back(varied(call, world_size, calls.size()));
       }
     }
   }
@@ -74,28 +76,18 @@ GridShape local_shape_of(int world_size) {
 }
 
 // Every other call is two_shot_in_place, which must leave the other kernels' links as they are.
-template <int kWorldSize>
-void local_ranks() {
-  HostGrid grid(local_shape_of(kWorldSize));
+void local_ranks(int world_size) {
+  HostGrid grid(local_shape_of(world_size));
   std::vector<KernelCall> calls;
-  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt8, DType::kFloat64}) {
-    for (const Kernel kernel : kAllReduceKernels) {
-      KernelCall call{
-          .kernel = kernel, .format = {dtype}, .group_size = group_size_of(kernel, kWorldSize)};
-      for (const uint64_t length : edge_lengths(call, grid.shape())) {
-        call.num_elems = length;
-        call.kernel = calls.size() % 2 == 0 ? kernel : Kernel::kTwoShotInPlace;
-        calls.push_back(varied(call, kWorldSize, calls.size()));
-      }
-    }
+  for (const Kernel kernel : kAllReduceKernels) {
+    add_edges(calls, grid, kernel, Kernel::kTwoShotInPlace);
   }
   call_and_check(grid, calls);
 }
 
 // Blocks that wait for nobody need no channel, so there may be more of them than channels.
-template <int kWorldSize>
-void local_ranks_need_no_channel() {
-  GridShape shape = local_shape_of(kWorldSize);
+void local_ranks_need_no_channel(int world_size) {
+  GridShape shape = local_shape_of(world_size);
   shape.num_channels = 1;
   shape.num_blocks = 3;
   HostGrid grid(shape);
@@ -103,42 +95,43 @@ void local_ranks_need_no_channel() {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64}) {
     const uint64_t chunk = schedule::kLocalTuning.free_chunk_bytes / info(dtype).num_bytes;
     for (const uint64_t shard : {chunk - 1, chunk, chunk + 1, 5 * chunk}) {
-      for (const uint64_t length : {kWorldSize * shard - 1, kWorldSize * shard}) {
+      const uint64_t all = static_cast<uint64_t>(world_size) * shard;
+      for (const uint64_t length : {all - 1, all}) {
         calls.push_back({.kernel = Kernel::kTwoShotInPlace,
                          .format = {dtype},
                          .num_elems = length,
                          .num_blocks = shape.num_blocks,
-                         .late_rank = static_cast<int>(calls.size()) % kWorldSize,
+                         .late_rank = static_cast<int>(calls.size()) % world_size,
                          .seed = calls.size()});
       }
     }
   }
   call_and_check(grid, calls);
-  for (int rank = 0; rank < kWorldSize; ++rank)
+  for (int rank = 0; rank < world_size; ++rank)
     check(grid.is_untouched(rank), "links and slots stay as they are");
 }
 
 const CaseTable kCases{
-    {"kernel_edges-one_shot", edges<Kernel::kOneShot>},
-    {"kernel_edges-two_shot", edges<Kernel::kTwoShot>},
-    {"kernel_edges-two_shot_in_place", edges<Kernel::kTwoShotInPlace>},
-    {"kernel_edges-ring", edges<Kernel::kRing>},
-    {"kernel_edges-ordered_ring", edges<Kernel::kOrderedRing>},
-    {"kernel_edges-hierarchical", edges<Kernel::kHierarchical>},
-    {"kernel_edges-low_latency", edges<Kernel::kLowLatency>},
-    {"kernel_edges-reduce_scatter", edges<Kernel::kReduceScatter>},
-    {"kernel_edges-all_gather", edges<Kernel::kAllGather>},
-    {"kernel_edges-broadcast", edges<Kernel::kBroadcast>},
-    {"kernel_edges-transfer", edges<Kernel::kTransfer>},
-    {"kernel_edges-buckets-ws2", edges_of_buckets<2>},
-    {"kernel_edges-buckets-ws3", edges_of_buckets<3>},
-    {"kernel_edges-buckets-ws4", edges_of_buckets<4>},
-    {"kernel_local_ranks-ws2", local_ranks<2>},
-    {"kernel_local_ranks-ws3", local_ranks<3>},
-    {"kernel_local_ranks-ws4", local_ranks<4>},
-    {"kernel_local_ranks_need_no_channel-ws2", local_ranks_need_no_channel<2>},
-    {"kernel_local_ranks_need_no_channel-ws3", local_ranks_need_no_channel<3>},
-    {"kernel_local_ranks_need_no_channel-ws4", local_ranks_need_no_channel<4>},
+    {"kernel_edges-one_shot", edges, Kernel::kOneShot},
+    {"kernel_edges-two_shot", edges, Kernel::kTwoShot},
+    {"kernel_edges-two_shot_in_place", edges, Kernel::kTwoShotInPlace},
+    {"kernel_edges-ring", edges, Kernel::kRing},
+    {"kernel_edges-ordered_ring", edges, Kernel::kOrderedRing},
+    {"kernel_edges-hierarchical", edges, Kernel::kHierarchical},
+    {"kernel_edges-low_latency", edges, Kernel::kLowLatency},
+    {"kernel_edges-reduce_scatter", edges, Kernel::kReduceScatter},
+    {"kernel_edges-all_gather", edges, Kernel::kAllGather},
+    {"kernel_edges-broadcast", edges, Kernel::kBroadcast},
+    {"kernel_edges-transfer", edges, Kernel::kTransfer},
+    {"kernel_edges-buckets-ws2", edges_of_buckets, 2},
+    {"kernel_edges-buckets-ws3", edges_of_buckets, 3},
+    {"kernel_edges-buckets-ws4", edges_of_buckets, 4},
+    {"kernel_local_ranks-ws2", local_ranks, 2},
+    {"kernel_local_ranks-ws3", local_ranks, 3},
+    {"kernel_local_ranks-ws4", local_ranks, 4},
+    {"kernel_local_ranks_need_no_channel-ws2", local_ranks_need_no_channel, 2},
+    {"kernel_local_ranks_need_no_channel-ws3", local_ranks_need_no_channel, 3},
+    {"kernel_local_ranks_need_no_channel-ws4", local_ranks_need_no_channel, 4},
 };
 
 }  // namespace

@@ -1,7 +1,9 @@
 // Waits that fail: a rank never launches, a rank aborts, a rank launches something else, or the
 // launch is of a graph whose communicator is gone. Every thread of every block returns, the failure
 // gives the reason, no message is counted, and the results are NaN.
+#include <algorithm>
 #include <atomic>
+#include <deque>
 #include <thread>
 
 #include "check.h"
@@ -23,20 +25,33 @@ constexpr nanoseconds kShort = milliseconds(500);
 // Kernels that have not returned after this time are aborted.
 constexpr nanoseconds kLong = std::chrono::seconds(5);
 constexpr int kWorldSize = 3;
-constexpr int kOdd = 1;  // in rings, both of its neighbours wait for it
+constexpr uint64_t kLength = 3000;  // of most calls
+constexpr int kOdd = 1;             // in rings, both of its neighbours wait for it
 
 enum class Trouble : uint8_t { kIsAbsent, kIsAbsentUntilAbort, kHasAnotherLaunch, kIsRetired };
 
-class LaunchWithTrouble {
+// In these a rank awaits all others at once.
+constexpr Kernel kAwaitAllAtOnce[] = {Kernel::kOneShot,        Kernel::kTwoShot,
+                                      Kernel::kTwoShotInPlace, Kernel::kHierarchical,
+                                      Kernel::kReduceScatter,  Kernel::kAllGather};
+
+class LaunchWithTrouble : public PlainWork {
  public:
   // watched: the rank whose failure is checked.
   LaunchWithTrouble(HostGrid& grid, const KernelCall& call, Trouble trouble, int watched)
-      : grid_(grid), call_(call), trouble_(trouble), watched_(watched), tensors_(kWorldSize) {
-    for (auto& tensor : tensors_) tensor.resize(call.format.num_bytes(call.num_elems));
+      : grid_(grid), call_(call), trouble_(trouble), watched_(watched) {
+    const size_t num_bytes = call.format.num_bytes(call.num_elems);
+    for (int rank = 0; rank < kWorldSize; ++rank) {
+      tensors_.emplace_back(num_bytes);
+      outputs_.push_back(tensors_.back().data());
+    }
+    // Shards are not in place.
+    for (std::byte* output : outputs_) {
+      inputs_.push_back(has_shards() ? tensors_.emplace_back(num_bytes).data() : output);
+    }
   }
 
   int num_blocks(int) const { return call_.num_blocks; }
-  int late_rank(int) const { return kNobody; }
   // Ranks whose threads start late would seem absent.
   void prepare(int, int) { have_started_.arrive_and_wait(); }
   void launch(const HostBlock& block, int rank, int) {
@@ -45,32 +60,8 @@ class LaunchWithTrouble {
       if (block.thread() == 0 && block.index() == 0) stand_by();
       return;
     }
-    const bool has_part = rank == call_.root || rank == call_.receiver;
-    if (call_.kernel == Kernel::kTransfer && !has_part) return;
-    std::byte* tensor = tensors_[static_cast<size_t>(rank)].data();
-    const int group_size = call_.group_size == 0 ? kWorldSize : call_.group_size;
-    const uint64_t slot_elems = chunk_elems(call_, grid_.shape());
-    const uint64_t shard_elems =
-        schedule::shard_length(call_.num_elems, num_shards(group_size), kGranuleElems);
-    KernelLaunch launch{.kernel = call_.kernel,
-                        .format = call_.format,
-                        .args = {.input = {tensor},
-                                 .output = {tensor},
-                                 .format = format(),
-                                 .output_floats = output_floats_,
-                                 .num_elems = call_.num_elems,
-                                 .shard_elems = shard_elems,
-                                 .chunk_elems = slot_elems,
-                                 .num_chunks = schedule::ceil_div(shard_elems, slot_elems),
-                                 .group_size = group_size,
-                                 .is_aligned = true,
-                                 .op = ReduceOp::kSum,
-                                 .source = has_source() ? call_.root : kNobody,
-                                 .destination = call_.receiver,
-                                 .fingerprint = rank == kOdd ? uint64_t{1} << 40 : 0}};
-    for (size_t peer = 0; peer < tensors_.size(); ++peer) {
-      launch.tensors.of[peer] = tensors_[peer].data();
-    }
+    KernelLaunch launch = launch_of(call_, grid_.peers(rank), rank, inputs_, outputs_);
+    if (rank == kOdd) launch.args.fingerprint ^= uint64_t{1} << 40;
     test::launch(block, grid_.peers(rank), launch);
   }
   bool finish(int rank, int) {
@@ -84,12 +75,9 @@ class LaunchWithTrouble {
   // The watched rank's results are NaN, and what is none is as it was.
   void check_spoiled(const std::string& what) const {
     const auto& tensor = tensors_[static_cast<size_t>(watched_)];
-    const bool has_results = !has_source() || watched_ != call_.root;
-    const uint64_t num_elems =
-        call_.kernel == Kernel::kReduceScatter
-            ? schedule::shard_length(call_.num_elems, kWorldSize, kGranuleElems)
-            : call_.num_elems;
-    const size_t num_spoiled = has_results ? format().num_bytes(num_elems) : 0;
+    const bool has_source = call_.kernel == Kernel::kBroadcast || call_.kernel == Kernel::kTransfer;
+    size_t num_spoiled = has_source && watched_ == call_.root ? 0 : tensor.size();
+    if (call_.kernel == Kernel::kReduceScatter) num_spoiled /= kWorldSize;
     for (size_t i = 0; i < tensor.size(); ++i) {
       const std::byte expected = i < num_spoiled ? cuda::kNanByte : std::byte{0};
       if (tensor[i] != expected) fail(join(what, ": byte ", i, " is not spoiled, or is wrongly"));
@@ -97,29 +85,8 @@ class LaunchWithTrouble {
   }
 
  private:
-  bool has_source() const {
-    return call_.kernel == Kernel::kBroadcast || call_.kernel == Kernel::kTransfer;
-  }
-  WireFormat format() const { return has_source() ? cuda::kBytes : call_.format; }
-
-  uint64_t num_shards(int group_size) const {
-    switch (call_.kernel) {
-      case Kernel::kTwoShot:
-      case Kernel::kTwoShotInPlace:
-      case Kernel::kRing:
-      case Kernel::kReduceScatter:
-      case Kernel::kAllGather:
-        return kWorldSize;
-      case Kernel::kHierarchical:
-        return static_cast<uint64_t>(group_size);
-      case Kernel::kLowLatency:
-      case Kernel::kOneShot:
-      case Kernel::kOrderedRing:
-      case Kernel::kBroadcast:
-      case Kernel::kTransfer:
-        return 1;
-    }
-    return 1;
+  bool has_shards() const {
+    return call_.kernel == Kernel::kReduceScatter || call_.kernel == Kernel::kAllGather;
   }
   // All that the absent rank does.
   void stand_by() {
@@ -139,21 +106,7 @@ class LaunchWithTrouble {
 
   // Whether the watched rank, if it awaits both others at once, awaits only the odd one by now.
   bool has_heard_all_that_are_there() const {
-    switch (call_.kernel) {
-      case Kernel::kOneShot:
-      case Kernel::kTwoShot:
-      case Kernel::kTwoShotInPlace:
-      case Kernel::kHierarchical:
-      case Kernel::kReduceScatter:
-      case Kernel::kAllGather:
-        break;
-      case Kernel::kRing:
-      case Kernel::kOrderedRing:
-      case Kernel::kBroadcast:
-      case Kernel::kTransfer:
-      case Kernel::kLowLatency:
-        return true;
-    }
+    if (std::ranges::count(kAwaitAllAtOnce, call_.kernel) == 0) return true;
     const cuda::Peers& peers = grid_.peers(watched_);
     const int third = kWorldSize - kOdd - watched_;
     for (int channel = 0; channel < call_.num_blocks; ++channel) {
@@ -168,30 +121,32 @@ class LaunchWithTrouble {
   KernelCall call_;
   Trouble trouble_;
   int watched_;
-  std::vector<std::vector<std::byte>> tensors_;
-  cuda::OutputFloats output_floats_ = call_.kernel == Kernel::kReduceScatter
-                                          ? cuda::OutputFloats::kOneShard
-                                          : cuda::OutputFloats::kAllShards;
+  std::deque<std::vector<std::byte>> tensors_;  // of each rank its output; then inputs
+  std::vector<std::byte*> inputs_, outputs_;
   HostBarrier have_started_{kWorldSize};
   std::atomic<int> num_finished_ = 0;
   bool was_stopped_ = false;
 };
 
-void check_counts_nothing(HostGrid& grid, const std::string& what) {
-  const transport::DeviceGeometry& geometry = grid.peers(0).geometry;
-  for (int rank = 0; rank < kWorldSize; ++rank) {
-    const std::byte* region = grid.peers(rank).regions[rank];
-    for (int channel = 0; channel < geometry.num_channels; ++channel) {
-      for (int peer = 0; peer < kWorldSize; ++peer) {
-        const auto& end =
-            *reinterpret_cast<const transport::LinkEnd*>(region + geometry.link_end(channel, peer));
-        check_equal(end.counts.sent, uint64_t{0}, what + ": messages counted as sent");
-        check_equal(end.counts.received, uint64_t{0}, what + ": messages counted as received");
-      }
-      const auto& state = *reinterpret_cast<const transport::ChannelState*>(
-          region + geometry.channel_state(channel));
-      check_equal(state.packet_rounds, uint64_t{0}, what + ": rounds of packets counted");
+// All counts of a rank: of messages and of rounds of packets.
+template <typename Body>
+void for_each_count(HostGrid& grid, int rank, const Body& body) {
+  const transport::DeviceGeometry& geometry = grid.peers(rank).geometry;
+  std::byte* region = grid.peers(rank).regions[rank];
+  for (int channel = 0; channel < geometry.num_channels; ++channel) {
+    for (int peer = 0; peer < kWorldSize; ++peer) {
+      auto& end = *reinterpret_cast<transport::LinkEnd*>(region + geometry.link_end(channel, peer));
+      body(end.counts.sent);
+      body(end.counts.received);
     }
+    body(reinterpret_cast<transport::ChannelState*>(region + geometry.channel_state(channel))
+             ->packet_rounds);
+  }
+}
+
+void check_counts_nothing(HostGrid& grid, const std::string& what) {
+  for (int rank = 0; rank < kWorldSize; ++rank) {
+    for_each_count(grid, rank, [&](uint64_t count) { check_equal(count, 0, what + ": counted"); });
   }
 }
 
@@ -214,9 +169,10 @@ FailureKind failure_of(Trouble trouble) {
   return FailureKind::kNone;
 }
 
-void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) {
+void gives_up(KernelCall call, Trouble trouble, const GivenUp& expected) {
+  if (call.num_elems == 0) call.num_elems = kLength;
   const nanoseconds timeout = trouble == Trouble::kIsAbsent ? kShort : kLong;
-  HostGrid grid({.world_size = kWorldSize, .timeout_ns = static_cast<uint64_t>(timeout.count())});
+  HostGrid grid({.world_size = kWorldSize, .timeout = timeout});
   LaunchWithTrouble work(grid, call, trouble, expected.waiting);
   const auto begin = steady_clock::now();
   grid.run(1, work);
@@ -226,8 +182,8 @@ void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) 
   const std::string what = join(call.to_string(), ", ", to_string(failure));
   check(failure.kind == failure_of(trouble), what);
   check(failure.phase == expected.phase, what);
-  check_equal(static_cast<int>(failure.peer), expected.awaited, what + ": the awaited rank");
-  check_equal(static_cast<int>(failure.rank), expected.waiting, what + ": the rank that waited");
+  check_equal(failure.peer, expected.awaited, what + ": the awaited rank");
+  check_equal(failure.rank, expected.waiting, what + ": the rank that waited");
   check(failure.channel < call.num_blocks, what);
   check_counts_nothing(grid, what);
   work.check_spoiled(what);
@@ -236,7 +192,7 @@ void gives_up(const KernelCall& call, Trouble trouble, const GivenUp& expected) 
   if (trouble != Trouble::kIsAbsent) return;
   const cuda::Failure stall = grid.stall(expected.waiting);
   check(stall.kind == FailureKind::kStall, what + ": no word of a stall before");
-  check_equal(static_cast<int>(stall.peer), expected.awaited, what + ": the awaited rank");
+  check_equal(stall.peer, expected.awaited, what + ": the awaited rank");
 }
 
 void every_kernel_gives_up(Trouble trouble) {
@@ -244,40 +200,27 @@ void every_kernel_gives_up(Trouble trouble) {
   const bool is_absent = trouble != Trouble::kHasAnotherLaunch;
   // Rank 2, the odd rank's successor in rings, waits for it.
   const GivenUp by_next{kArrival, 2};
-  for (const Kernel kernel :
-       {Kernel::kOneShot, Kernel::kTwoShot, Kernel::kTwoShotInPlace, Kernel::kRing,
-        Kernel::kHierarchical, Kernel::kReduceScatter, Kernel::kAllGather}) {
-    gives_up({.kernel = kernel, .num_elems = 3000}, trouble, by_next);
+  for (const Kernel kernel : kAwaitAllAtOnce) {
+    gives_up({.kernel = kernel}, trouble, by_next);
   }
+  gives_up({.kernel = Kernel::kRing}, trouble, by_next);
   // Here the odd rank receives from rank 0 before it sends anything.
   for (const Kernel kernel : {Kernel::kOrderedRing, Kernel::kBroadcast}) {
-    gives_up({.kernel = kernel, .num_elems = 3000}, trouble,
-             is_absent ? by_next : GivenUp{kArrival, kOdd, 0});
+    gives_up({.kernel = kernel}, trouble, is_absent ? by_next : GivenUp{kArrival, kOdd, 0});
   }
-  gives_up({.kernel = Kernel::kHierarchical, .num_elems = 3000, .group_size = 1}, trouble,
-           {kArrival, 0});
+  gives_up({.kernel = Kernel::kHierarchical, .group_size = 1}, trouble, {kArrival, 0});
   gives_up({.kernel = Kernel::kLowLatency, .num_elems = 200}, trouble, {WaitPhase::kPacket, 0});
   // The sender notices an absent receiver only once its slots are full.
-  gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = 0, .receiver = kOdd}, trouble,
+  gives_up({.kernel = Kernel::kTransfer, .root = 0, .receiver = kOdd}, trouble,
            is_absent ? GivenUp{WaitPhase::kFreeSlot, 0} : GivenUp{kArrival, kOdd, 0});
-  gives_up({.kernel = Kernel::kTransfer, .num_elems = 3000, .root = kOdd, .receiver = 0}, trouble,
-           {kArrival, 0});
+  gives_up({.kernel = Kernel::kTransfer, .root = kOdd, .receiver = 0}, trouble, {kArrival, 0});
 }
 
 // The region's counts are what an executor leaves to graphs.
 void writes_to_no_peer_when_retired(const KernelCall& call) {
   constexpr int kRank = 0;
-  HostGrid grid({.world_size = kWorldSize, .timeout_ns = uint64_t{nanoseconds(kLong).count()}});
-  const transport::DeviceGeometry& geometry = grid.peers(kRank).geometry;
-  std::byte* region = grid.peers(kRank).regions[kRank];
-  for (int channel = 0; channel < geometry.num_channels; ++channel) {
-    for (int peer = 0; peer < kWorldSize; ++peer) {
-      auto& end = *reinterpret_cast<transport::LinkEnd*>(region + geometry.link_end(channel, peer));
-      end.counts.sent = end.counts.received = transport::kRetired;
-    }
-    reinterpret_cast<transport::ChannelState*>(region + geometry.channel_state(channel))
-        ->packet_rounds = transport::kRetired;
-  }
+  HostGrid grid({.world_size = kWorldSize, .timeout = kLong});
+  for_each_count(grid, kRank, [](auto& count) { count = transport::kRetired; });
   grid.abort_everywhere();
   LaunchWithTrouble work(grid, call, Trouble::kIsRetired, kRank);
   grid.run(1, work);
@@ -289,31 +232,12 @@ void writes_to_no_peer_when_retired(const KernelCall& call) {
 
 void no_kernel_writes_to_peers_when_retired() {
   for (const Kernel kernel : kAllKernels) {
-    const uint64_t num_elems = kernel == Kernel::kLowLatency ? 200 : 3000;
+    const uint64_t num_elems = kernel == Kernel::kLowLatency ? 200 : kLength;
     writes_to_no_peer_when_retired({.kernel = kernel, .num_elems = num_elems});
   }
   writes_to_no_peer_when_retired(
-      {.kernel = Kernel::kHierarchical, .num_elems = 3000, .group_size = 1});
+      {.kernel = Kernel::kHierarchical, .num_elems = kLength, .group_size = 1});
 }
-
-// What it awaits arrives, and the sender leaves, after the kernel has looked for it and before the
-// kernel reports that it waits: reading the clock comes between the two.
-struct BlockHeldUpBeforeItsReport {
-  uint32_t* num_left;
-  bool* is_there;
-  mutable uint64_t num_readings = 0;
-
-  int index() const { return 0; }
-  int local_rank() const { return 0; }
-  void pause() const {}
-  uint64_t now_ns() const {
-    if (++num_readings == 3) {
-      *is_there = true;
-      *num_left = 1;
-    }
-    return 10 * num_readings;
-  }
-};
 
 // A block that only tells the time.
 struct WaitingBlock {
@@ -322,6 +246,22 @@ struct WaitingBlock {
   void pause() const {}
   uint64_t now_ns() const {
     return static_cast<uint64_t>(steady_clock::now().time_since_epoch() / nanoseconds(1));
+  }
+};
+
+// What it awaits arrives, and the sender leaves, after the kernel has looked for it and before the
+// kernel reports that it waits: reading the clock comes between the two.
+struct BlockHeldUpBeforeItsReport : WaitingBlock {
+  uint32_t* num_left;
+  bool* is_there;
+  mutable uint64_t num_readings = 0;
+
+  uint64_t now_ns() const {
+    if (++num_readings == 3) {
+      *is_there = true;
+      *num_left = 1;
+    }
+    return 10 * num_readings;
   }
 };
 
@@ -351,7 +291,7 @@ struct LoneWait {
 void a_stall_does_not_know_who_left_since_the_last_look() {
   LoneWait words;
   bool is_there = false;
-  const BlockHeldUpBeforeItsReport block{&words.num_left, &is_there};
+  const BlockHeldUpBeforeItsReport block{{}, &words.num_left, &is_there};
   const auto wait = [&] {
     return words.wait_until(block, nanoseconds(1000), [&] { return is_there; });
   };
@@ -382,10 +322,10 @@ const CaseTable kCases{
        a_stall_does_not_know_who_left_since_the_last_look();
        a_stall_that_knows_who_left_comes_after_what_they_sent();
      }},
-    {"kernel_timeout", [] { every_kernel_gives_up(Trouble::kIsAbsent); }},
-    {"kernel_abort", [] { every_kernel_gives_up(Trouble::kIsAbsentUntilAbort); }},
+    {"kernel_timeout", every_kernel_gives_up, Trouble::kIsAbsent},
+    {"kernel_abort", every_kernel_gives_up, Trouble::kIsAbsentUntilAbort},
     {"kernel_retired", no_kernel_writes_to_peers_when_retired},
-    {"kernel_another_launch", [] { every_kernel_gives_up(Trouble::kHasAnotherLaunch); }},
+    {"kernel_another_launch", every_kernel_gives_up, Trouble::kHasAnotherLaunch},
 };
 
 }  // namespace

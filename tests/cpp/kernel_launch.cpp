@@ -34,9 +34,8 @@ void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch
       return launch_direct(block, peers, launch);
     case Kernel::kRing:
     case Kernel::kOrderedRing:
-      return launch_ring(block, peers, launch);
     case Kernel::kHierarchical:
-      return launch_groups(block, peers, launch);
+      return launch_partials(block, peers, launch);
     case Kernel::kLowLatency:
     case Kernel::kReduceScatter:
     case Kernel::kAllGather:

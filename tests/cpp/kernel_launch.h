@@ -23,8 +23,7 @@ void launch(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch
 
 // launch() in parts, because each takes the compiler a while.
 void launch_direct(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
-void launch_ring(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
-void launch_groups(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
+void launch_partials(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
 void launch_other(const HostBlock& block, const cuda::Peers& peers, const KernelLaunch& launch);
 
 }  // namespace rota::test

@@ -42,7 +42,7 @@ void places_fill_the_region(const DeviceGeometry& geometry) {
   size_t end = 0;
   for (const Place& place : places) {
     check_equal(place.begin, end, "where a place begins");
-    check_equal(place.begin % kDeviceLineBytes, size_t{0}, "offset in a cache line");
+    check_equal(place.begin % kDeviceLineBytes, 0, "offset in a cache line");
     end = place.end;
   }
   check_equal(geometry.num_bytes(), end, "bytes of a region");

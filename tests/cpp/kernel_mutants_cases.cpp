@@ -15,8 +15,8 @@ namespace {
 constexpr std::chrono::seconds kMutantPatience{2};
 
 GridShape shape_of(int world_size) {
-  const std::chrono::nanoseconds patience = the_mutant == kNoMutant ? kPatience : kMutantPatience;
-  return {.world_size = world_size, .timeout_ns = static_cast<uint64_t>(patience.count())};
+  return {.world_size = world_size,
+          .timeout = the_mutant == kNoMutant ? kPatience : kMutantPatience};
 }
 
 // Gives every link num_messages messages in each channel. Two fill its slots, and the sender has
@@ -24,23 +24,11 @@ GridShape shape_of(int world_size) {
 uint64_t num_elems_of(const KernelCall& call, const GridShape& shape, uint64_t num_messages) {
   const auto num_blocks = static_cast<uint64_t>(call.num_blocks);
   const uint64_t num_elems = num_messages * num_blocks * chunk_elems(call, shape);
-  switch (call.kernel) {
-    case Kernel::kOneShot:
-    case Kernel::kOrderedRing:
-    case Kernel::kBroadcast:
-    case Kernel::kTransfer:
-      return num_elems;
-    case Kernel::kTwoShot:
-    case Kernel::kTwoShotInPlace:
-    case Kernel::kRing:
-    case Kernel::kHierarchical:
-    case Kernel::kReduceScatter:
-    case Kernel::kAllGather:
-      return num_elems * static_cast<uint64_t>(shape.world_size);
-    case Kernel::kLowLatency:
-      return num_elems / num_messages;
-  }
-  return 0;
+  if (call.kernel == Kernel::kLowLatency) return num_elems / num_messages;
+  constexpr Kernel kWithoutShards[] = {Kernel::kOneShot, Kernel::kOrderedRing, Kernel::kBroadcast,
+                                       Kernel::kTransfer};
+  const bool has_shards = std::ranges::count(kWithoutShards, call.kernel) == 0;
+  return has_shards ? num_elems * static_cast<uint64_t>(shape.world_size) : num_elems;
 }
 
 // Alternates sends, broadcasts and the kernel; every rank sends to every other. The first receiver
@@ -75,11 +63,6 @@ void among_one_way_messages(int world_size, Kernel kernel) {
   call_and_check(grid, calls);
 }
 
-template <Kernel kKernel>
-void of_three() {
-  among_one_way_messages(3, kKernel);
-}
-
 // Numbers whose sum depends on the order in which they are added.
 void in_a_tree() {
   HostGrid grid(shape_of(8));
@@ -88,16 +71,16 @@ void in_a_tree() {
 }
 
 const CaseTable kCases{
-    {"kernel_mutants-one_shot", of_three<Kernel::kOneShot>},
-    {"kernel_mutants-two_shot", of_three<Kernel::kTwoShot>},
-    {"kernel_mutants-two_shot_in_place", of_three<Kernel::kTwoShotInPlace>},
-    {"kernel_mutants-ring", of_three<Kernel::kRing>},
-    {"kernel_mutants-ordered_ring", of_three<Kernel::kOrderedRing>},
-    {"kernel_mutants-hierarchical", [] { among_one_way_messages(4, Kernel::kHierarchical); }},
-    {"kernel_mutants-low_latency", of_three<Kernel::kLowLatency>},
-    {"kernel_mutants-reduce_scatter", of_three<Kernel::kReduceScatter>},
-    {"kernel_mutants-all_gather", of_three<Kernel::kAllGather>},
-    {"kernel_mutants-point_to_point", of_three<Kernel::kBroadcast>},
+    {"kernel_mutants-one_shot", among_one_way_messages, 3, Kernel::kOneShot},
+    {"kernel_mutants-two_shot", among_one_way_messages, 3, Kernel::kTwoShot},
+    {"kernel_mutants-two_shot_in_place", among_one_way_messages, 3, Kernel::kTwoShotInPlace},
+    {"kernel_mutants-ring", among_one_way_messages, 3, Kernel::kRing},
+    {"kernel_mutants-ordered_ring", among_one_way_messages, 3, Kernel::kOrderedRing},
+    {"kernel_mutants-hierarchical", among_one_way_messages, 4, Kernel::kHierarchical},
+    {"kernel_mutants-low_latency", among_one_way_messages, 3, Kernel::kLowLatency},
+    {"kernel_mutants-reduce_scatter", among_one_way_messages, 3, Kernel::kReduceScatter},
+    {"kernel_mutants-all_gather", among_one_way_messages, 3, Kernel::kAllGather},
+    {"kernel_mutants-point_to_point", among_one_way_messages, 3, Kernel::kBroadcast},
     {"kernel_mutants-tree", in_a_tree},
 };
 

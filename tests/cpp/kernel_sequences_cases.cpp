@@ -18,7 +18,7 @@ GridShape shape_of(int world_size, int num_threads) {
 }
 
 KernelCall random_call(Random& random, const GridShape& shape) {
-  const auto world_size = static_cast<uint64_t>(shape.world_size);
+  const int world_size = shape.world_size;
   KernelCall call{.kernel = random.choose(kAllKernels)};
   call.is_bucket = call.kernel != Kernel::kReduceScatter && random.below(4) == 0;
   if (call.is_bucket) {
@@ -34,14 +34,13 @@ KernelCall random_call(Random& random, const GridShape& shape) {
     call.op = random.choose(defined_ops(call.format.dtype));
   }
   const bool is_ring = call.kernel == Kernel::kRing || call.kernel == Kernel::kOrderedRing;
-  if (shape.world_size == 4 && !is_ring && random.below(2) == 0) call.group_size = 2;
-  call.root = static_cast<int>(random.below(world_size));
-  call.receiver = static_cast<int>(
-      (static_cast<uint64_t>(call.root) + 1 + random.below(world_size - 1)) % world_size);
-  call.num_blocks = 1 + static_cast<int>(random.below(static_cast<uint64_t>(shape.num_blocks)));
+  if (world_size == 4 && !is_ring && random.below(2) == 0) call.group_size = 2;
+  call.root = random.below(world_size);
+  call.receiver = (call.root + 1 + random.below(world_size - 1)) % world_size;
+  call.num_blocks = 1 + random.below(shape.num_blocks);
   call.seed = random.next();
   // In some calls nobody is late.
-  call.late_rank = static_cast<int>(random.below(world_size + 1)) - 1;
+  call.late_rank = random.below(world_size + 1) - 1;
   // Up to three slots of each channel, mostly fewer.
   const uint64_t chunk = chunk_elems(call, shape);
   const uint64_t limits[] = {16, chunk, 3 * chunk, 6 * chunk};
@@ -50,7 +49,7 @@ KernelCall random_call(Random& random, const GridShape& shape) {
     call.num_elems = std::min(call.num_elems, chunk * static_cast<uint64_t>(shape.num_blocks));
   }
   if (call.kernel == Kernel::kReduceScatter || call.kernel == Kernel::kAllGather) {
-    call.num_elems *= world_size;
+    call.num_elems *= static_cast<uint64_t>(world_size);
   } else {
     call.is_in_place = random.below(2) == 0;
   }
@@ -62,7 +61,7 @@ KernelCall random_call(Random& random, const GridShape& shape) {
 
 void mixed_calls(int world_size, int num_threads, int num_calls) {
   HostGrid grid(shape_of(world_size, num_threads));
-  Random random(static_cast<uint64_t>(world_size));
+  Random random(world_size);
   std::vector<KernelCall> calls;
   while (static_cast<int>(calls.size()) < num_calls) {
     calls.push_back(random_call(random, grid.shape()));
@@ -84,12 +83,12 @@ void packets_one_after_another(int world_size, int num_calls) {
 }
 
 const CaseTable kCases{
-    {"kernel_mixed_calls-ws2", [] { mixed_calls(2, 8, 500); }},
-    {"kernel_mixed_calls-ws3", [] { mixed_calls(3, 8, 300); }},
-    {"kernel_mixed_calls-ws4", [] { mixed_calls(4, 8, 200); }},
-    {"kernel_mixed_calls-ws3-16_threads", [] { mixed_calls(3, 16, 150); }},
-    {"kernel_packets-ws2", [] { packets_one_after_another(2, 300); }},
-    {"kernel_packets-ws4", [] { packets_one_after_another(4, 200); }},
+    {"kernel_mixed_calls-ws2", mixed_calls, 2, 8, 500},
+    {"kernel_mixed_calls-ws3", mixed_calls, 3, 8, 300},
+    {"kernel_mixed_calls-ws4", mixed_calls, 4, 8, 200},
+    {"kernel_mixed_calls-ws3-16_threads", mixed_calls, 3, 16, 150},
+    {"kernel_packets-ws2", packets_one_after_another, 2, 300},
+    {"kernel_packets-ws4", packets_one_after_another, 4, 200},
 };
 
 }  // namespace

@@ -49,6 +49,17 @@ inline cuda::LaunchRequest good_request(cuda::Kernel kernel) {
           .destination = 2};
 }
 
+// Of two_shot_in_place on one GPU: the tensors, of which no two begin at one place, are mapped.
+inline cuda::LaunchRequest mapped_request(cuda::MappedTensors& tensors) {
+  cuda::LaunchRequest request = good_request(cuda::Kernel::kTwoShotInPlace);
+  request.tensors = &tensors;
+  for (size_t rank = 0; rank < 4; ++rank) {
+    tensors.of[rank] = g_tensor + 4096 * rank;
+    request.input[rank] = request.output[rank] = tensors.of[rank];
+  }
+  return request;
+}
+
 // Differs from every table entry.
 inline constexpr schedule::Tuning kTuning{.max_low_latency_bytes = 4096,
                                           .max_one_shot_bytes = 16384,

@@ -23,29 +23,23 @@ void messages_lie_in_the_mailbox_of_their_epoch() {
         const bool is_even = epoch % 2 == 0;
         check(place >= (is_even ? begin : middle), "a message begins in its mailbox");
         check(place + num_bytes <= (is_even ? middle : end), "a message ends in its mailbox");
-        check_equal(place % kCacheLineBytes, size_t{0}, "offset in a cache line");
+        check_equal(place % kCacheLineBytes, 0, "offset in a cache line");
       }
     }
   }
 }
 
-void slots_lie_behind_each_other() {
-  for (const Geometry& geometry : kGeometries) {
-    for (uint64_t index = 0; index < transport::kNumCopySlots; ++index) {
-      check_equal(geometry.slot(index), geometry.slot(0) + index * geometry.slot_bytes, "slot");
-    }
-    check_equal(geometry.slot(0) % kCacheLineBytes, size_t{0}, "offset in a cache line");
-    check_equal(geometry.posts(0).offset,
-                geometry.slot(0) + transport::kNumCopySlots * geometry.slot_bytes,
-                "end of the slots");
-  }
-}
-
-void links_lie_behind_each_other() {
+void slots_and_links_lie_behind_each_other() {
   constexpr int kWorldSize = 3;
   for (const Geometry& geometry : kGeometries) {
+    size_t end = geometry.slot(0);
+    check_equal(end % kCacheLineBytes, 0, "offset in a cache line");
+    for (uint64_t index = 0; index < transport::kNumCopySlots; ++index) {
+      check_equal(geometry.slot(index), end, "slot");
+      end += geometry.slot_bytes;
+    }
     const transport::Span collectives = geometry.collectives(transport::kNumCopySlots);
-    size_t end = collectives.offset + collectives.num_bytes;
+    check_equal(collectives.offset + collectives.num_bytes, end, "end of the slots");
     for (int receiver = 0; receiver < kWorldSize; ++receiver) {
       const transport::Span posts = geometry.posts(receiver);
       check_equal(posts.offset, end, "begin of the posts");
@@ -53,8 +47,7 @@ void links_lie_behind_each_other() {
       check_equal(geometry.cells(receiver, 0, geometry.num_cells).offset, end,
                   "begin of the cells");
       for (size_t number = 0; number < geometry.num_cells; ++number) {
-        check_equal(geometry.cell(receiver, number) % kCacheLineBytes, size_t{0},
-                    "offset in a cache line");
+        check_equal(geometry.cell(receiver, number) % kCacheLineBytes, 0, "offset in a cache line");
         check(geometry.cell(receiver, number) >= end, "a cell begins behind the one before");
         end = geometry.cell(receiver, number) + geometry.cell_bytes;
       }
@@ -79,14 +72,13 @@ void up_to_eight_ranks_share_at_most_64_mib() {
 }
 
 void control_block_has_pages_of_its_own() {
-  check_equal(sizeof(ControlBlock) % transport::kPageBytes, size_t{0}, "bytes beyond a page");
-  check_equal(alignof(ControlBlock) % transport::kPageBytes, size_t{0}, "alignment to pages");
+  check_equal(sizeof(ControlBlock) % transport::kPageBytes, 0, "bytes beyond a page");
+  check_equal(alignof(ControlBlock) % transport::kPageBytes, 0, "alignment to pages");
 }
 
 const CaseTable kCases{
     {"layout_messages", messages_lie_in_the_mailbox_of_their_epoch},
-    {"layout_slots", slots_lie_behind_each_other},
-    {"layout_links", links_lie_behind_each_other},
+    {"layout_slots_and_links", slots_and_links_lie_behind_each_other},
     {"layout_control_block", control_block_has_pages_of_its_own},
     {"layout_memory", up_to_eight_ranks_share_at_most_64_mib},
 };

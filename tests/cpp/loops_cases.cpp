@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <memory>
 
 #include "base/flag.h"
 #include "check.h"
@@ -80,27 +79,14 @@ std::vector<uint64_t> random_elems(DType dtype, size_t num_elems, uint64_t seed)
   return elems;
 }
 
-// ---- reduce ----
-
 struct ReduceProblem {
   DType dtype;
   ReduceOp op;
-  int divisor;
   schedule::SumOrder order;
   std::vector<std::vector<uint64_t>> srcs;
   std::vector<uint64_t> expected;
 };
 
-// As a balanced tree; the first half has one more if they are odd in number.
-uint64_t reduce_in_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
-  if (srcs.size() == 1) return srcs[0];
-  const size_t half = srcs.size() - srcs.size() / 2;
-  const uint64_t halves[] = {reduce_in_tree(dtype, op, srcs.first(half)),
-                             reduce_in_tree(dtype, op, srcs.subspan(half))};
-  return reduce_scalars(dtype, op, halves, 1);
-}
-
-// In groups of two, then their sums.
 uint64_t reduce_in_pairs(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
   std::vector<uint64_t> pairs;
   for (size_t s = 0; s < srcs.size(); s += 2) {
@@ -110,15 +96,15 @@ uint64_t reduce_in_pairs(DType dtype, ReduceOp op, std::span<const uint64_t> src
 }
 
 uint64_t reduce_scalars_in(const schedule::SumOrder& order, DType dtype, ReduceOp op,
-                           std::span<const uint64_t> srcs, int divisor) {
+                           std::span<const uint64_t> srcs) {
   if (order.num_shards != 0) return reduce_in_tree(dtype, op, srcs);
   if (order.group_size == 2) return reduce_in_pairs(dtype, op, srcs);
-  return reduce_scalars(dtype, op, srcs, divisor);
+  return reduce_scalars(dtype, op, srcs, static_cast<int>(srcs.size()));
 }
 
 ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs,
                            const schedule::SumOrder& order = {}) {
-  ReduceProblem problem{dtype, op, num_srcs, order, {}, {}};
+  ReduceProblem problem{dtype, op, order, {}, {}};
   for (int s = 0; s < num_srcs; ++s) {
     const auto seed = static_cast<uint64_t>(s) + 100 * static_cast<uint64_t>(op);
     problem.srcs.push_back(random_elems(dtype, kBigLength, seed));
@@ -126,7 +112,7 @@ ReduceProblem make_problem(DType dtype, ReduceOp op, int num_srcs,
   std::vector<uint64_t> srcs(static_cast<size_t>(num_srcs));
   for (size_t i = 0; i < kBigLength; ++i) {
     for (size_t s = 0; s < srcs.size(); ++s) srcs[s] = problem.srcs[s][i];
-    problem.expected.push_back(reduce_scalars_in(order, dtype, op, srcs, problem.divisor));
+    problem.expected.push_back(reduce_scalars_in(order, dtype, op, srcs));
   }
   return problem;
 }
@@ -149,7 +135,7 @@ void run_reduce(const cpu::ElementLoops& table, const ReduceProblem& problem, si
   const auto num_srcs = static_cast<int>(srcs.size());
   const schedule::Additions additions(problem.order, num_srcs);
   table.reduce(problem.dtype, problem.op)({pointers.data(), num_srcs, additions.of_ranks()}, dst,
-                                          num_elems, problem.divisor);
+                                          num_elems, num_srcs);
   for (size_t i = 0; i < num_elems; ++i) {
     const uint64_t got = load_bits(problem.dtype, dst, i);
     if (is_same(problem.dtype, got, problem.expected[i])) continue;
@@ -194,8 +180,6 @@ void reduce_loops_add_in_any_order(DType dtype) {
     }
   }
 }
-
-// ---- convert ----
 
 constexpr DType kFloats[] = {DType::kFloat64, DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
@@ -285,29 +269,29 @@ void streamed_outputs_equal_their_sources() {
 
 const CaseTable kCases{
     {"loops_stream", streamed_outputs_equal_their_sources},
-    {"loops_reduce-float32", [] { reduce_loops_give_scalar_bits(DType::kFloat32); }},
-    {"loops_reduce-float64", [] { reduce_loops_give_scalar_bits(DType::kFloat64); }},
-    {"loops_reduce-float16", [] { reduce_loops_give_scalar_bits(DType::kFloat16); }},
-    {"loops_reduce-bfloat16", [] { reduce_loops_give_scalar_bits(DType::kBFloat16); }},
-    {"loops_reduce-uint8", [] { reduce_loops_give_scalar_bits(DType::kUInt8); }},
-    {"loops_reduce-int8", [] { reduce_loops_give_scalar_bits(DType::kInt8); }},
-    {"loops_reduce-int16", [] { reduce_loops_give_scalar_bits(DType::kInt16); }},
-    {"loops_reduce-int32", [] { reduce_loops_give_scalar_bits(DType::kInt32); }},
-    {"loops_reduce-int64", [] { reduce_loops_give_scalar_bits(DType::kInt64); }},
-    {"loops_reduce-bool", [] { reduce_loops_give_scalar_bits(DType::kBool); }},
-    {"loops_order-float32", [] { reduce_loops_add_in_any_order(DType::kFloat32); }},
-    {"loops_order-float64", [] { reduce_loops_add_in_any_order(DType::kFloat64); }},
-    {"loops_order-int32", [] { reduce_loops_add_in_any_order(DType::kInt32); }},
-    {"loops_convert-float32", [] { all_casts_of(DType::kFloat32); }},
-    {"loops_convert-float64", [] { all_casts_of(DType::kFloat64); }},
-    {"loops_convert-float16", [] { all_casts_of(DType::kFloat16); }},
-    {"loops_convert-bfloat16", [] { all_casts_of(DType::kBFloat16); }},
+    {"loops_reduce-float32", reduce_loops_give_scalar_bits, DType::kFloat32},
+    {"loops_reduce-float64", reduce_loops_give_scalar_bits, DType::kFloat64},
+    {"loops_reduce-float16", reduce_loops_give_scalar_bits, DType::kFloat16},
+    {"loops_reduce-bfloat16", reduce_loops_give_scalar_bits, DType::kBFloat16},
+    {"loops_reduce-uint8", reduce_loops_give_scalar_bits, DType::kUInt8},
+    {"loops_reduce-int8", reduce_loops_give_scalar_bits, DType::kInt8},
+    {"loops_reduce-int16", reduce_loops_give_scalar_bits, DType::kInt16},
+    {"loops_reduce-int32", reduce_loops_give_scalar_bits, DType::kInt32},
+    {"loops_reduce-int64", reduce_loops_give_scalar_bits, DType::kInt64},
+    {"loops_reduce-bool", reduce_loops_give_scalar_bits, DType::kBool},
+    {"loops_order-float32", reduce_loops_add_in_any_order, DType::kFloat32},
+    {"loops_order-float64", reduce_loops_add_in_any_order, DType::kFloat64},
+    {"loops_order-int32", reduce_loops_add_in_any_order, DType::kInt32},
+    {"loops_convert-float32", all_casts_of, DType::kFloat32},
+    {"loops_convert-float64", all_casts_of, DType::kFloat64},
+    {"loops_convert-float16", all_casts_of, DType::kFloat16},
+    {"loops_convert-bfloat16", all_casts_of, DType::kBFloat16},
     {"loops_convert_only_floats", convert_exists_only_among_floats},
-    {"loops_ties-float32-float16", [] { ties_round_to_even(DType::kFloat32, DType::kFloat16); }},
-    {"loops_ties-float32-bfloat16", [] { ties_round_to_even(DType::kFloat32, DType::kBFloat16); }},
-    {"loops_ties-float64-float32", [] { ties_round_to_even(DType::kFloat64, DType::kFloat32); }},
-    {"loops_ties-float64-float16", [] { ties_round_to_even(DType::kFloat64, DType::kFloat16); }},
-    {"loops_ties-float64-bfloat16", [] { ties_round_to_even(DType::kFloat64, DType::kBFloat16); }},
+    {"loops_ties-float32-float16", ties_round_to_even, DType::kFloat32, DType::kFloat16},
+    {"loops_ties-float32-bfloat16", ties_round_to_even, DType::kFloat32, DType::kBFloat16},
+    {"loops_ties-float64-float32", ties_round_to_even, DType::kFloat64, DType::kFloat32},
+    {"loops_ties-float64-float16", ties_round_to_even, DType::kFloat64, DType::kFloat16},
+    {"loops_ties-float64-bfloat16", ties_round_to_even, DType::kFloat64, DType::kBFloat16},
 };
 
 }  // namespace

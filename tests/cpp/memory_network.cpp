@@ -7,35 +7,22 @@
 
 namespace rota::test {
 
-// One side of a message.
-class MemoryNetwork::End {
- public:
+struct MemoryNetwork::End {
   enum class State { kPending, kDone, kGivenUp };
   static constexpr int kAnyRank = -1;
-
-  // peer: kAnyRank for a recv from any.
-  End(bool is_send, std::byte* data, size_t num_bytes, int rank, int peer, int tag)
-      : is_send(is_send), data(data), num_bytes(num_bytes), rank(rank), peer(peer), tag(tag) {}
-
-  // Sends that are copied at once.
-  void buffer() {
-    bytes.assign(data, data + num_bytes);
-    data = bytes.data();
-    state = State::kDone;
-  }
 
   const bool is_send;
   std::byte* data;
   size_t num_bytes;
   const int rank;
-  int peer;  // of a recv that is done: the sender
+  int peer;  // of a recv: kAnyRank, or the sender; the sender once it is done
   const int tag;
 
-  std::mutex mutex;
-  std::condition_variable changed;
+  std::mutex mutex{};
+  std::condition_variable changed{};
   // Guarded by it.
   State state = State::kPending;
-  std::vector<std::byte> bytes;
+  std::vector<std::byte> bytes{};  // of a send that is copied at once
 };
 
 // The caller's, whose memory nobody touches once it is gone.
@@ -83,8 +70,8 @@ class MemoryNetwork::RankConnections final : public hosts::Connections {
 
  private:
   MessageRef start(bool is_send, void* data, size_t num_bytes, int peer, int tag) {
-    return network_.start(
-        std::make_shared<End>(is_send, static_cast<std::byte*>(data), num_bytes, rank_, peer, tag));
+    auto* bytes = static_cast<std::byte*>(data);
+    return network_.start(EndRef(new End{is_send, bytes, num_bytes, rank_, peer, tag}));
   }
 
   MemoryNetwork& network_;
@@ -116,7 +103,11 @@ bool MemoryNetwork::is_cut_off(const End& end) const {
 }
 
 hosts::Connections::MessageRef MemoryNetwork::start(EndRef end) {
-  if (end->is_send && kind_ == Kind::kLetters) end->buffer();
+  if (end->is_send && kind_ == Kind::kLetters) {
+    end->bytes.assign(end->data, end->data + end->num_bytes);
+    end->data = end->bytes.data();
+    end->state = End::State::kDone;
+  }
   auto handle = std::make_shared<Handle>(end);
   const int receiver = end->is_send ? end->peer : end->rank;
   const int tag = end->tag;

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "hosts/connections.h"
@@ -31,7 +30,7 @@ class MemoryNetwork {
   void cut_off(int rank);
 
  private:
-  class End;
+  struct End;
   class Handle;
   class RankConnections;
   using EndRef = std::shared_ptr<End>;

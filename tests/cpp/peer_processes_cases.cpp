@@ -34,11 +34,6 @@ UniqueFd make_pidfd(bool has_ended = false) {
   return UniqueFd(eventfd(has_ended ? 1 : 0, EFD_CLOEXEC));
 }
 
-// Another descriptor for the same process.
-UniqueFd copy(int pidfd) { return UniqueFd(dup(pidfd)); }
-
-void end_process(int pidfd) { check(eventfd_write(pidfd, 1) == 0, "eventfd_write"); }
-
 void process_found_again_is_the_same() {
   PeerProcesses table;
   const int64_t num_files = num_open_files();
@@ -61,10 +56,10 @@ void process_found_again_is_the_same() {
 void reused_pid_is_another_process() {
   PeerProcesses table;
   UniqueFd pidfd = make_pidfd();
-  const UniqueFd first_pidfd = copy(pidfd.get());
+  const UniqueFd first_pidfd(dup(pidfd.get()));
   const ProcessRef first = table.find(getpid(), std::move(pidfd));
   check(PeerProcess::find_ended({first.get()}).empty(), "the first process is there");
-  end_process(first_pidfd.get());
+  check(eventfd_write(first_pidfd.get(), 1) == 0, "the first process ends");
   const ProcessRef second = table.find(getpid(), make_pidfd());
   check(second != first, "the second process is not taken for the first");
   check(PeerProcess::find_ended({second.get(), first.get()}) == std::vector<size_t>{1},

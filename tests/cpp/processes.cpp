@@ -4,12 +4,12 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/prctl.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <fstream>
 #include <iostream>
-#include <thread>
 #include <vector>
 
 #include "base/per_process.h"
@@ -65,16 +65,12 @@ Exit wait_for_process(pid_t pid) {
           .signal = WIFSIGNALED(status) ? WTERMSIG(status) : 0};
 }
 
-void run_processes(int world_size, const std::function<void(int)>& body) {
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < world_size; ++rank) {
-    pids.push_back(start_process([&] { body(rank); }));
-  }
-  std::vector<Exit> exits;
-  for (const pid_t pid : pids) exits.push_back(wait_for_process(pid));
-  for (size_t rank = 0; rank < exits.size(); ++rank) {
-    check_equal(exits[rank], Exit{}, join("end of rank ", rank));
-  }
+void raise_alarms() {
+  struct sigaction action{};
+  action.sa_handler = [](int) {};
+  check(sigaction(SIGALRM, &action, nullptr) == 0, "sigaction");
+  const itimerval every_ms{.it_interval = {0, 1000}, .it_value = {0, 1000}};
+  check(setitimer(ITIMER_REAL, &every_ms, nullptr) == 0, "setitimer");
 }
 
 TemporaryDirectory::TemporaryDirectory() : owner_(getpid()) {
@@ -124,26 +120,42 @@ void FileStore::set(const std::string& key, const std::string& value) {
   std::filesystem::rename(partial, complete);
 }
 
-bool FileStore::has(const std::string& key) { return std::filesystem::exists(path_of(key)); }
-
 std::string FileStore::get(const std::string& key) {
   std::ifstream file(path_of(key));
   return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
 std::string FileStore::await(const std::string& key) {
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  while (!has(key)) {
-    check(std::chrono::steady_clock::now() < deadline, join("nobody has set ", key));
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+  test::await([&] { return std::filesystem::exists(path_of(key)); }, join("to be set: ", key));
   return get(key);
 }
 
-std::unique_ptr<transport::Transport> connect(const TemporaryDirectory& directory, int rank,
-                                              int world_size, std::chrono::milliseconds timeout) {
-  FileStore store(directory);
-  return transport::SharedMemoryRank(store, rank, world_size, kSmall).connect(timeout, [] {});
+void check_child(const std::function<void()>& body) {
+  check_equal(wait_for_process(start_process(body)), Exit{}, "end of the child");
+}
+
+void run_processes(int world_size, const std::function<void(int, FileStore&)>& body) {
+  const TemporaryDirectory directory;
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < world_size; ++rank) {
+    pids.push_back(start_process([&] {
+      FileStore store(directory);
+      body(rank, store);
+    }));
+  }
+  std::vector<Exit> exits;
+  for (const pid_t pid : pids) exits.push_back(wait_for_process(pid));
+  for (size_t rank = 0; rank < exits.size(); ++rank) {
+    check_equal(exits[rank], Exit{}, join("end of rank ", rank));
+  }
+}
+
+std::unique_ptr<transport::Transport> connect(FileStore& store, int rank, int world_size) {
+  return transport::SharedMemoryRank(store, rank, world_size, kSmall).connect(kPatience, [] {});
+}
+
+Communicator make_communicator(FileStore& store, int rank, int world_size) {
+  return {connect(store, rank, world_size), kPatience, [] {}};
 }
 
 }  // namespace rota::test

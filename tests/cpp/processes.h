@@ -3,19 +3,18 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
 
+#include "core/communicator.h"
 #include "transport/store.h"
 #include "transport/transport.h"
 #include "transport/unique_fd.h"
 
 namespace rota::test {
 
-// How a child ended.
 struct Exit {
   int code = 0;
   int signal = 0;
@@ -28,9 +27,11 @@ std::ostream& operator<<(std::ostream& out, const Exit& exit);
 // body returns, and 1 after a message when it throws or leaks.
 pid_t start_process(const std::function<void()>& body);
 Exit wait_for_process(pid_t pid);
+// Both; fails unless the child exits with 0.
+void check_child(const std::function<void()>& body);
 
-// One child for each rank; fails unless all of them exit with 0.
-void run_processes(int world_size, const std::function<void(int)>& body);
+// From now on a signal comes every millisecond, as from a profiler's timer.
+void raise_alarms();
 
 // A directory that its creator's process removes; children only use it.
 class TemporaryDirectory {
@@ -46,7 +47,6 @@ class TemporaryDirectory {
   pid_t owner_;
 };
 
-// Keeps each key in a file.
 class FileStore final : public transport::Store {
  public:
   explicit FileStore(const TemporaryDirectory& directory) : directory_(directory.path()) {}
@@ -54,9 +54,7 @@ class FileStore final : public transport::Store {
   void append(const std::string& key, const std::string& text) override;
   std::string get(const std::string& key) override;
 
-  void set(const std::string& key, const std::string& value);
-  bool has(const std::string& key);
-
+  void set(const std::string& key, const std::string& value = "1");
   // get() that waits until the key appears.
   std::string await(const std::string& key);
 
@@ -67,9 +65,10 @@ class FileStore final : public transport::Store {
   std::filesystem::path directory_;
 };
 
-// Connects a SharedMemoryRank, with defaults for what most tests do not vary.
-std::unique_ptr<transport::Transport> connect(
-    const TemporaryDirectory& directory, int rank, int world_size,
-    std::chrono::milliseconds timeout = std::chrono::seconds(30));
+// One child for each rank, with a store that they share; fails unless all of them exit with 0.
+void run_processes(int world_size, const std::function<void(int, FileStore&)>& body);
+
+std::unique_ptr<transport::Transport> connect(FileStore& store, int rank, int world_size);
+Communicator make_communicator(FileStore& store, int rank, int world_size);
 
 }  // namespace rota::test

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <barrier>
 #include <functional>
+#include <latch>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -21,35 +22,27 @@
 namespace rota::test {
 namespace {
 
-// A caller that finds the queue idle sees what its tasks did, without other synchronisation.
+void wait_until_idle(const ProgressQueue& queue) {
+  while (!queue.is_idle()) std::this_thread::yield();
+}
+
+// A caller that finds the queue idle sees what its tasks did, without other synchronisation, and
+// may free what they held.
 void idle_queue_has_done_its_tasks() {
   ProgressQueue queue;
   check(queue.is_idle(), "a new queue is idle");
   int64_t sum = 0;
   for (int64_t i = 0; i < 2000; ++i) {
-    queue.enqueue([&sum, i] { sum += i; });
-    if (i % 3 == 0) {
-      while (!queue.is_idle()) std::this_thread::yield();
-      check_equal(sum, i * (i + 1) / 2, "the sum in an idle queue");
-    }
-  }
-}
-
-// A caller who finds the queue idle may free what a task held.
-void task_releases_what_it_holds_before_idle() {
-  ProgressQueue queue;
-  for (int i = 0; i < 500; ++i) {
-    auto held = std::make_shared<int>(i);
-    std::weak_ptr<int> watch = held;
-    queue.enqueue([held = std::move(held)] {});
-    while (!queue.is_idle()) std::this_thread::yield();
+    auto held = std::make_shared<int64_t>(i);
+    const std::weak_ptr<int64_t> watch = held;
+    queue.enqueue([&sum, held = std::move(held)] { sum += *held; });
+    if (i % 3 != 0) continue;
+    wait_until_idle(queue);
+    check_equal(sum, i * (i + 1) / 2, "the sum in an idle queue");
     check(watch.expired(), "a task that is done holds nothing");
   }
 }
 
-// ---- threads that queues share ----
-
-// The threads that have run tasks.
 class Threads {
  public:
   void add_this() {
@@ -65,10 +58,6 @@ class Threads {
   std::mutex mutex_;
   std::set<std::thread::id> ids_;
 };
-
-void wait_until_idle(const ProgressQueue& queue) {
-  while (!queue.is_idle()) std::this_thread::yield();
-}
 
 // An empty queue keeps no thread. A queue's thread may still be on its way back to the pool when
 // the next queue needs one, so there may be a few.
@@ -110,8 +99,8 @@ void groups_in_different_orders_do_not_block_each_other() {
 
 void close_does_not_wait_for_other_queues() {
   ProgressQueue other;
-  std::atomic<bool> may_end{false};
-  other.enqueue([&] { may_end.wait(false); });
+  std::latch may_end(1);
+  other.enqueue([&] { may_end.wait(); });
   for (int i = 0; i < 100; ++i) {
     int num_run = 0;
     ProgressQueue queue;
@@ -120,8 +109,7 @@ void close_does_not_wait_for_other_queues() {
     check_equal(num_run, 3, "tasks run");
   }
   check(!other.is_idle(), "the other queue's task runs still");
-  may_end = true;
-  may_end.notify_all();
+  may_end.count_down();
 }
 
 // When close() returns, every task that enqueue() accepted has run, and none runs afterwards.
@@ -158,19 +146,18 @@ void task_destroys_its_queue() {
   Threads threads;
   for (int i = 0; i < 100; ++i) {
     std::atomic<int> num_run{0};
-    std::atomic<bool> may_start{false};
+    std::latch may_start(1);
     auto queue = std::make_shared<ProgressQueue>();
     ProgressQueue& last_chance = *queue;
     queue->enqueue([&, queue]() mutable {
-      may_start.wait(false);
+      may_start.wait();
       queue.reset();
       threads.add_this();
       ++num_run;
     });
     for (int task = 0; task < 3; ++task) last_chance.enqueue([&] { ++num_run; });
     queue.reset();
-    may_start = true;
-    may_start.notify_all();
+    may_start.count_down();
     while (num_run.load() < 4) std::this_thread::yield();
   }
   check(threads.count() < 25, join(threads.count(), " threads are few"));
@@ -192,24 +179,19 @@ void thread_leaves_the_core_of_another_queues_caller() {
     check_equal(run_on(ProgressQueue::Placement::kCoreOfCaller), 1, "cores where none is to spare");
     check_equal(run_on(ProgressQueue::Placement::kAnyCore), num_usable_cores(), "cores otherwise");
   }
-  check_equal(threads.count(), size_t{1}, "threads");
+  check_equal(threads.count(), 1, "threads");
 }
-
-// ---- tasks that leave their queue ----
 
 void task_that_has_left_waits_for_a_later_one() {
   for (int round = 0; round < 200; ++round) {
-    std::atomic<bool> has_run{false};
+    std::latch has_run(1);
     ProgressQueue queue;
     queue.enqueue([&] {
       ProgressQueue::leave();
-      has_run.wait(false);
+      has_run.wait();
     });
     if (round % 2 == 0) wait_until_idle(queue);
-    queue.enqueue([&] {
-      has_run = true;
-      has_run.notify_all();
-    });
+    queue.enqueue([&] { has_run.count_down(); });
     queue.close();
   }
 }
@@ -230,25 +212,23 @@ void tasks_that_leave_run_in_order() {
   }
   queue.close();
   check_equal(num_ended.load(), 666, "tasks that have left and ended");
-  check_equal(order.size(), size_t{1000}, "tasks run");
+  check_equal(order.size(), 1000, "tasks run");
   for (int i = 0; i < 1000; ++i) check_equal(order[static_cast<size_t>(i)], i, "task");
 }
 
 // And the queue is idle meanwhile.
 void close_waits_for_a_task_that_has_left() {
   for (int round = 0; round < 100; ++round) {
-    std::atomic<bool> may_end{false}, has_ended{false};
+    std::atomic<bool> has_ended{false};
+    std::latch may_end(1);
     ProgressQueue queue;
     queue.enqueue([&] {
       ProgressQueue::leave();
-      may_end.wait(false);
+      may_end.wait();
       has_ended = true;
     });
     wait_until_idle(queue);
-    std::thread other([&] {
-      may_end = true;
-      may_end.notify_all();
-    });
+    std::thread other([&] { may_end.count_down(); });
     queue.close();
     check(has_ended.load(), "close() has waited");
     other.join();
@@ -275,7 +255,6 @@ void tasks_that_have_left_close_each_others_queue() {
 
 const CaseTable kCases{
     {"progress_queue_idle", idle_queue_has_done_its_tasks},
-    {"progress_queue_releases", task_releases_what_it_holds_before_idle},
     {"progress_pool_idle_queues", idle_queues_keep_no_thread},
     {"progress_pool_orders-ws2", groups_in_different_orders_do_not_block_each_other},
     {"progress_pool_close_beside_others", close_does_not_wait_for_other_queues},

@@ -1,7 +1,9 @@
 // A small seeded generator with the same numbers on every rank and machine.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
+#include <iterator>
 
 namespace rota::test {
 
@@ -15,11 +17,14 @@ constexpr uint64_t mix(uint64_t value) {
 
 class Random {
  public:
-  explicit Random(uint64_t seed) : state_(mix(seed)) {}
+  explicit Random(std::integral auto seed) : state_(mix(static_cast<uint64_t>(seed))) {}
 
   uint64_t next() { return mix(state_++); }
   // In [0, bound).
-  uint64_t below(uint64_t bound) { return next() % bound; }
+  template <std::integral T>
+  T below(T bound) {
+    return static_cast<T>(next() % static_cast<uint64_t>(bound));
+  }
   template <typename Container>
   auto choose(const Container& container) {
     return *(std::begin(container) + below(std::size(container)));

@@ -12,7 +12,7 @@ namespace rota::test {
 void dawdle(Random& random) {
   const uint64_t chance = random.below(16);
   if (chance == 0) {
-    usleep(static_cast<useconds_t>(random.below(300)));
+    usleep(random.below(300));
   } else if (chance < 4) {
     sched_yield();
   }

@@ -4,7 +4,10 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <string_view>
+#include <thread>
 
+#include "check.h"
 #include "core/communicator.h"
 #include "random.h"
 
@@ -23,7 +26,6 @@ struct RanksOptions {
   std::function<void()> check_interrupt = [] {};
 };
 
-// The first exception of several threads.
 class FirstException {
  public:
   // In a handler.
@@ -40,6 +42,16 @@ class FirstException {
   std::mutex mutex_;
   std::exception_ptr first_;
 };
+
+// Blocks until it is true, which it must be soon.
+template <typename Condition>
+void await(const Condition& condition, std::string_view what) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!condition()) {
+    check(std::chrono::steady_clock::now() < deadline, what);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 // Mostly goes on at once; otherwise lets other threads run, or is clearly late.
 void dawdle(Random& random);

@@ -33,6 +33,7 @@ FloatFormat format_of(DType dtype) {
   return {8, 23};
 }
 
+// Integers wrap (-fwrapv).
 template <typename T>
 T combine_numbers(ReduceOp op, T a, T b) {
   switch (op) {
@@ -42,13 +43,16 @@ T combine_numbers(ReduceOp op, T a, T b) {
     case ReduceOp::kProduct:
       return a * b;
     case ReduceOp::kMin:
-      return std::isnan(a) || a < b ? a : b;
+      return a != a || a < b ? a : b;
     case ReduceOp::kMax:
-      return std::isnan(a) || a > b ? a : b;
+      return a != a || a > b ? a : b;
     case ReduceOp::kBand:
     case ReduceOp::kBor:
     case ReduceOp::kBxor:
       break;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    return op == ReduceOp::kBand ? a & b : op == ReduceOp::kBor ? a | b : a ^ b;
   }
   return std::numeric_limits<T>::quiet_NaN();
 }
@@ -78,34 +82,7 @@ uint64_t reduce_integers(DType dtype, ReduceOp op, std::span<const uint64_t> src
   };
   int64_t acc = load(srcs[0]);
   for (const uint64_t bits : srcs.subspan(1)) {
-    const int64_t value = load(bits);
-    const auto a = static_cast<uint64_t>(acc), b = static_cast<uint64_t>(value);
-    uint64_t result = 0;
-    switch (op) {
-      case ReduceOp::kSum:
-      case ReduceOp::kAvg:
-        result = dtype == DType::kBool ? (a | b) : a + b;
-        break;
-      case ReduceOp::kProduct:
-        result = a * b;
-        break;
-      case ReduceOp::kMin:
-        result = acc < value ? a : b;
-        break;
-      case ReduceOp::kMax:
-        result = acc > value ? a : b;
-        break;
-      case ReduceOp::kBand:
-        result = a & b;
-        break;
-      case ReduceOp::kBor:
-        result = a | b;
-        break;
-      case ReduceOp::kBxor:
-        result = a ^ b;
-        break;
-    }
-    acc = to_integer(dtype, result);
+    acc = to_integer(dtype, static_cast<uint64_t>(combine_numbers(op, acc, load(bits))));
   }
   return bits_of_integer(dtype, op == ReduceOp::kAvg ? acc / divisor : acc);
 }
@@ -159,6 +136,14 @@ uint64_t reduce_scalars(DType dtype, ReduceOp op, std::span<const uint64_t> srcs
   if (!info(dtype).is_floating) return reduce_integers(dtype, op, srcs, divisor);
   if (dtype == DType::kFloat64) return reduce_floats<double>(dtype, op, srcs, divisor);
   return reduce_floats<float>(dtype, op, srcs, divisor);
+}
+
+uint64_t reduce_in_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs) {
+  if (srcs.size() == 1) return srcs[0];
+  const size_t half = srcs.size() - srcs.size() / 2;
+  const uint64_t halves[] = {reduce_in_tree(dtype, op, srcs.first(half)),
+                             reduce_in_tree(dtype, op, srcs.subspan(half))};
+  return reduce_scalars(dtype, op, halves, 1);
 }
 
 uint64_t load_bits(DType dtype, const void* base, uint64_t index) {

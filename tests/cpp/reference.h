@@ -3,6 +3,7 @@
 // Slow, and shares no code with csrc/cpu/.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <span>
 
@@ -20,10 +21,14 @@ bool is_nan(DType dtype, uint64_t bits);
 
 // Equal bits, or both NaN: NaN payloads may differ.
 bool is_same(DType dtype, uint64_t a, uint64_t b);
+inline bool is_same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 
 // (((srcs[0] op srcs[1]) op srcs[2]) ...), for kAvg divided by `divisor`, rounded once; quotients
 // of integers are truncated.
 uint64_t reduce_scalars(DType dtype, ReduceOp op, std::span<const uint64_t> srcs, int divisor);
+
+// The same along a balanced tree, whose first half has one more if they are odd in number.
+uint64_t reduce_in_tree(DType dtype, ReduceOp op, std::span<const uint64_t> srcs);
 
 uint64_t load_bits(DType dtype, const void* base, uint64_t index);
 void store_bits(DType dtype, void* base, uint64_t index, uint64_t bits);

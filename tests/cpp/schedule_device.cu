@@ -13,9 +13,6 @@ namespace rota::schedule {
 static_assert(ceil_div(0, 64) == 0 && ceil_div(64, 64) == 1 && ceil_div(65, 64) == 2);
 static_assert(min_of(3, 5) == 3 && min_of(5, 3) == 3);
 static_assert(shard_length(1000, 3, 64) == 384 && shard_length(0, 3, 64) == 0);
-static_assert(shard_of(1000, 384, 2).begin == 768 && shard_of(1000, 384, 2).num_elems == 232);
-static_assert(chunk_of_shard(1000, 384, 2, 128, 1).begin == 896);
-static_assert(chunk_of_shard(1000, 384, 2, 128, 1).num_elems == 104);
 static_assert(even_shard(1000, 3, 0, 64).begin == 0 && even_shard(1000, 3, 0, 64).num_elems == 384);
 static_assert(even_shard(1000, 3, 2, 64).begin == 768 &&
               even_shard(1000, 3, 2, 64).num_elems == 232);

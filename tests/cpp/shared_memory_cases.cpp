@@ -7,11 +7,11 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
+#include <latch>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -34,16 +34,11 @@ namespace {
 using transport::SharedMemoryRank;
 using transport::UniqueFd;
 
-Communicator make_communicator(const TemporaryDirectory& directory, int rank, int world_size) {
-  return {connect(directory, rank, world_size), kPatience, [] {}};
-}
-
 void barrier(Communicator& communicator) { communicator.barrier(CallerThread::kProgress); }
 
 void collectives_between_processes(int world_size) {
-  const TemporaryDirectory directory;
-  run_processes(world_size, [&](int rank) {
-    Communicator communicator = make_communicator(directory, rank, world_size);
+  run_processes(world_size, [&](int rank, FileStore& store) {
+    Communicator communicator = make_communicator(store, rank, world_size);
     Random same_on_all_ranks(7);
     for (uint64_t seed = 0; seed < 300; ++seed) {
       call_and_check(communicator, random_call(same_on_all_ranks, communicator.world_size()), seed,
@@ -52,13 +47,9 @@ void collectives_between_processes(int world_size) {
   });
 }
 
-// ---- protection ----
-
-// A child that writes to a byte of another rank's control block is killed.
 void peers_control_block_is_read_only() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int rank) {
-    auto transport = connect(directory, rank, 2);
+  run_processes(2, [&](int rank, FileStore& store) {
+    auto transport = connect(store, rank, 2);
     transport->own_control().abort_text[0] = 'x';
     const auto& control = transport->region(1 - rank).control();
     const auto* words = reinterpret_cast<const char*>(&control);
@@ -99,175 +90,134 @@ void memory_is_sealed() {
   check(fcntl(memory, F_ADD_SEALS, F_SEAL_WRITE) != 0, "another seal fails");
 }
 
-// Both sides of the handshake refuse it.
-void unsafe_memory_is_refused(size_t num_bytes, int seals) {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
-    if (index == 0) {
-      transport::SharedMemoryRank rank(store, 0, 2, kSmall);
+// Both sides of the handshake refuse it. leaves: whether rank 1 does, before rank 0 connects; it is
+// told of the refusal all the same.
+void unsafe_memory_is_refused(size_t num_bytes, int seals, bool leaves) {
+  run_processes(2, [&](int rank, FileStore& store) {
+    if (rank == 0) {
+      SharedMemoryRank own(store, 0, 2, kSmall);
       store.await("refused");
-      const Error error =
-          expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); });
-      check_contains(error.what(), "rank 1 handed over memory");
-      store.set("end", "1");
+      expect_error(ErrorKind::kTransport, [&] { own.connect(kPatience, [] {}); },
+                   {"rank 1 handed over memory"});
+      store.set("end");
       return;
     }
-    transport::Bootstrap bootstrap(store, 1, 2, kSmall,
-                                   [&] { return make_memory(num_bytes, seals); });
-    const Error error =
-        expect_error(ErrorKind::kTransport, [&] { bootstrap.rendezvous(kPatience, [] {}); });
-    check_contains(error.what(), "rank 0 refused the handshake: rota: rank 1 handed over memory");
-    store.set("refused", "1");
+    std::optional<transport::Bootstrap> bootstrap(std::in_place, store, 1, 2, kSmall,
+                                                  [&] { return make_memory(num_bytes, seals); });
+    expect_error(ErrorKind::kTransport, [&] { bootstrap->rendezvous(kPatience, [] {}); },
+                 {"rank 0 refused the handshake: rota: rank 1 handed over memory"});
+    if (leaves) bootstrap.reset();
+    store.set("refused");
     store.await("end");
   });
 }
 
 // A process with a timer (a profiler, say) gets signals while its memory is reserved.
 void signals_do_not_disturb_connect() {
-  const TemporaryDirectory directory;
-  run_processes(1, [&](int rank) {
-    struct sigaction action{};
-    action.sa_handler = [](int) {};
-    check(sigaction(SIGALRM, &action, nullptr) == 0, "sigaction");
-    const timeval period{.tv_sec = 0, .tv_usec = 1000};
-    const itimerval timer{period, period};
-    check(setitimer(ITIMER_REAL, &timer, nullptr) == 0, "setitimer");
-    FileStore store(directory);
+  run_processes(1, [](int rank, FileStore& store) {
+    raise_alarms();
     const transport::Geometry geometry{
         .message_bytes = 1024, .slot_bytes = 8 << 20, .num_cells = 6};
     SharedMemoryRank(store, rank, 1, geometry).connect(kPatience, [] {});
   });
 }
 
-// ---- death ----
-
 constexpr uint64_t kEpoch = 17;
 
-// Rank 2 has completed that epoch and ends by end(), and rank 0 looks for failures while it waits
-// for `awaited` in epoch 17. It must report expected_error, or nothing if that is empty.
-void watch_a_rank_end(uint64_t completed, const std::function<void(Communicator&)>& end,
-                      int awaited, Exit expected_end, std::string_view expected_error) {
-  const TemporaryDirectory directory;
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < 3; ++rank) {
-    pids.push_back(start_process([&, rank] {
-      auto transport = connect(directory, rank, 3);
-      FileStore store(directory);
-      if (rank == 2) {
-        transport->own_control().completed.record(completed);
-        Communicator communicator(std::move(transport), kPatience, [] {});
-        return end(communicator);
-      }
-      store.await("rank 2 has ended");
-      if (rank == 1) return (void)store.await("rank 0 has looked");
-      Watch watch(*transport, kPatience, /*check_interrupt=*/nullptr);
-      watch.begin_collective("all_reduce", kEpoch, /*lets_signals_through=*/false);
-      watch.begin_wait(awaited, "ring receive", 3);
-      const auto error = watch.tick(Nanoseconds(0));
-      store.set("rank 0 has looked", "1");
-      check_equal(error.has_value(), !expected_error.empty(),
-                  error ? error->what() : "whether rank 0 noticed something");
-      if (!error) return;
-      check_equal(static_cast<int>(error->kind()), static_cast<int>(ErrorKind::kPeerFailed),
-                  "kind");
-      check_contains(error->what(), expected_error);
-      for (const char* part : {"rank 2 (pid ", "epoch 17", "ring receive", "step 3"}) {
-        check_contains(error->what(), part);
-      }
-    }));
-  }
-  check_equal(wait_for_process(pids[2]), expected_end, "end of rank 2");
-  FileStore(directory).set("rank 2 has ended", "1");
-  check_equal(wait_for_process(pids[0]), Exit{}, "end of rank 0");
-  check_equal(wait_for_process(pids[1]), Exit{}, "end of rank 1");
-}
-
-void killed_peer_is_noticed_whoever_is_awaited() {
+// Rank 2 has completed that epoch and is killed, or closes, while rank 0 waits for a rank in epoch
+// 17. It must report expected_error, whoever is awaited, or nothing if that is empty: a rank may
+// end, also without a word, as soon as it is done, while others still exchange the last chunks.
+void a_rank_ends(uint64_t completed, bool is_killed, std::string_view expected_error) {
   for (const int awaited : {1, 2}) {
-    watch_a_rank_end(
-        kEpoch - 1, [](Communicator&) { raise(SIGKILL); }, awaited, Exit{.signal = SIGKILL},
-        "has died");
+    const TemporaryDirectory directory;
+    FileStore store(directory);
+    std::vector<pid_t> pids;
+    for (int rank = 0; rank < 3; ++rank) {
+      pids.push_back(start_process([&, rank] {
+        auto transport = connect(store, rank, 3);
+        if (rank == 2) {
+          transport->own_control().completed.record(completed);
+          const Communicator communicator(std::move(transport), kPatience, [] {});
+          if (is_killed) raise(SIGKILL);
+          return;
+        }
+        store.await("rank 2 has ended");
+        if (rank == 1) return (void)store.await("rank 0 has looked");
+        Watch watch(*transport, kPatience, /*check_interrupt=*/nullptr);
+        watch.begin_collective("all_reduce", kEpoch, /*lets_signals_through=*/false);
+        watch.begin_wait(awaited, "ring receive", 3);
+        const auto error = watch.tick(Nanoseconds(0));
+        store.set("rank 0 has looked");
+        check_equal(error.has_value(), !expected_error.empty(),
+                    error ? error->what() : "whether rank 0 noticed something");
+        if (!error) return;
+        check(error->kind() == ErrorKind::kPeerFailed, "kind");
+        for (const char* part : {"rank 2 (pid ", "epoch 17", "ring receive", "step 3"}) {
+          check_contains(error->what(), part);
+        }
+        check_contains(error->what(), expected_error);
+      }));
+    }
+    check_equal(wait_for_process(pids[2]), Exit{.signal = is_killed ? SIGKILL : 0}, "rank 2");
+    store.set("rank 2 has ended");
+    check_equal(wait_for_process(pids[0]), Exit{}, "end of rank 0");
+    check_equal(wait_for_process(pids[1]), Exit{}, "end of rank 1");
   }
 }
-
-void closed_peer_is_noticed_whoever_is_awaited() {
-  for (const int awaited : {1, 2}) {
-    watch_a_rank_end(kEpoch - 1, [](Communicator&) {}, awaited, Exit{}, "has left");
-  }
-}
-
-// A rank may close, or end without a word, as soon as it is done, while others still exchange the
-// last chunks.
-void peer_that_has_done_its_part_may_end() {
-  for (const int awaited : {1, 2}) {
-    watch_a_rank_end(
-        kEpoch, [](Communicator&) { raise(SIGKILL); }, awaited, Exit{.signal = SIGKILL}, "");
-    watch_a_rank_end(kEpoch, [](Communicator&) {}, awaited, Exit{}, "");
-  }
-}
-
-// ---- fork ----
 
 // The queue's thread does not exist in the child, which must not wait for it.
 void child_closes_its_queue() {
   ProgressQueue queue;
   queue.enqueue([] {});
   while (!queue.is_idle()) std::this_thread::yield();
-  check_equal(wait_for_process(start_process([&] { queue.close(); })), Exit{}, "end of the child");
+  check_child([&] { queue.close(); });
 }
 
 void child_queues_work_of_its_own() {
   ProgressQueue queue;
-  std::atomic<bool> has_begun{false}, may_end{false};
+  std::latch has_begun(1), may_end(1);
   queue.enqueue([&] {
-    has_begun = true;
-    may_end.wait(false);
+    has_begun.count_down();
+    may_end.wait();
   });
   // A starting thread allocates memory. Unlike glibc's allocator, AddressSanitizer's does not
   // survive a fork in the middle of that.
-  while (!has_begun) std::this_thread::yield();
-  const pid_t child = start_process([] {
+  has_begun.wait();
+  check_child([] {
     int sum = 0;
     ProgressQueue own_queue;
     for (int i = 0; i < 10; ++i) own_queue.enqueue([&sum] { ++sum; });
     own_queue.close();
     check_equal(sum, 10, "tasks run in the child");
   });
-  check_equal(wait_for_process(child), Exit{}, "end of the child");
-  may_end = true;
-  may_end.notify_all();
+  may_end.count_down();
 }
 
 void child_drops_what_a_thread_waits_on() {
   std::optional<ForkSafe<std::condition_variable>> ended(std::in_place);
   std::mutex mutex;
-  bool is_waiting = false, is_ending = false;
+  std::latch has_begun(1);
+  bool is_ending = false;
   ForkSafe<std::thread> waiter([&] {
     std::unique_lock lock(mutex);
-    is_waiting = true;
+    has_begun.count_down();
     (*ended)->wait(lock, [&] { return is_ending; });
   });
-  const auto has_begun_to_wait = [&] {
-    const std::lock_guard lock(mutex);
-    return is_waiting;
-  };
-  while (!has_begun_to_wait()) std::this_thread::yield();
-  check_equal(wait_for_process(start_process([&] { ended.reset(); })), Exit{}, "end of the child");
-  {
-    const std::lock_guard lock(mutex);
-    is_ending = true;
-  }
+  has_begun.wait();
+  std::unique_lock lock(mutex);  // once it waits
+  lock.unlock();
+  check_child([&] { ended.reset(); });
+  lock.lock();
+  is_ending = true;
+  lock.unlock();
   (*ended)->notify_all();
   waiter->join();
 }
 
 // The thread that attends to requests stays a while after the last one, waiting for another.
 void child_closes_links_that_a_thread_attends() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int rank) {
-    auto communicator =
-        std::make_unique<Communicator>(connect(directory, rank, 2), kPatience, [] {});
+  run_processes(2, [&](int rank, FileStore& store) {
+    auto communicator = std::make_unique<Communicator>(connect(store, rank, 2), kPatience, [] {});
     PointToPoint& links = communicator->point_to_point();
     std::byte received{}, sent{};
     const Message message{.tag = 0, .dtype = DType::kUInt8, .num_elems = 1};
@@ -277,8 +227,7 @@ void child_closes_links_that_a_thread_attends() {
     const RequestRef send = links.send(&sent, message, 1 - rank, nullptr);
     for (const auto& request : {recv, send}) links.wait(*request, CallerThread::kUser, {});
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    const pid_t child = start_process([&] { communicator.reset(); });
-    check_equal(wait_for_process(child), Exit{}, "end of the child");
+    check_child([&] { communicator.reset(); });
     barrier(*communicator);
   });
 }
@@ -294,24 +243,25 @@ void child_does_not_keep_a_client_waiting() {
   const auto listener = transport::Listener::open();
   listener->add(1, forking);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-  const Error error = expect_error(ErrorKind::kTransport, [&] {
-    transport::ask(listener->address_of(1), 0, {}, "the listener", "no answer", [&] {
-      check(std::chrono::steady_clock::now() < deadline, "the client still waits");
-    });
-  });
-  check_contains(error.what(), "no answer");
+  expect_error(ErrorKind::kTransport,
+               [&] {
+                 transport::ask(listener->address_of(1), 0, {}, "the listener", "no answer", [&] {
+                   check(std::chrono::steady_clock::now() < deadline, "the client still waits");
+                 });
+               },
+               {"no answer"});
   listener->remove(1);
   kill(forking.child, SIGKILL);
   wait_for_process(forking.child);
 }
 
-// The children of ranks form their own group, beside that of their parents.
 void children_make_a_group_of_their_own() {
-  const TemporaryDirectory directory, directory_of_children;
-  run_processes(2, [&](int rank) {
-    Communicator communicator = make_communicator(directory, rank, 2);
+  const TemporaryDirectory directory_of_children;
+  run_processes(2, [&](int rank, FileStore& store) {
+    Communicator communicator = make_communicator(store, rank, 2);
     const pid_t child = start_process([&] {
-      Communicator of_children = make_communicator(directory_of_children, rank, 2);
+      FileStore store_of_children(directory_of_children);
+      Communicator of_children = make_communicator(store_of_children, rank, 2);
       for (int i = 0; i < 10; ++i) barrier(of_children);
     });
     for (int i = 0; i < 10; ++i) barrier(communicator);
@@ -319,13 +269,10 @@ void children_make_a_group_of_their_own() {
   });
 }
 
-// ---- deaths ----
-
 // So that its end is noticed at once.
 void connected_processes_hold_their_lives() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int rank) {
-    auto transport = connect(directory, rank, 2);
+  run_processes(2, [&](int rank, FileStore& store) {
+    auto transport = connect(store, rank, 2);
     const LifeWord* life = transport->life_of(1 - rank);
     Communicator communicator(std::move(transport), kPatience, [] {});
     barrier(communicator);
@@ -335,20 +282,20 @@ void connected_processes_hold_their_lives() {
   });
 }
 
-// ---- descriptors ----
-
 const CaseTable kCases{
-    {"shared_memory_collectives-ws2", [] { collectives_between_processes(2); }},
+    {"shared_memory_collectives-ws2", collectives_between_processes, 2},
     {"shared_memory_read_only", peers_control_block_is_read_only},
     {"shared_memory_sealed", memory_is_sealed},
-    {"shared_memory_unsealed_refused",
-     [] { unsafe_memory_is_refused(kSmall.num_bytes(2), F_SEAL_GROW); }},
-    {"shared_memory_short_refused",
-     [] { unsafe_memory_is_refused(kSmall.num_bytes(2) - 4096, kSeals); }},
+    {"shared_memory_unsealed_refused", unsafe_memory_is_refused, kSmall.num_bytes(2), F_SEAL_GROW,
+     false},
+    {"shared_memory_refused_leaver", unsafe_memory_is_refused, kSmall.num_bytes(2), 0, true},
+    {"shared_memory_short_refused", unsafe_memory_is_refused, kSmall.num_bytes(2) - 4096, kSeals,
+     false},
     {"shared_memory_signals", signals_do_not_disturb_connect},
-    {"killed_peer_noticed-ws3", killed_peer_is_noticed_whoever_is_awaited},
-    {"closed_peer_noticed-ws3", closed_peer_is_noticed_whoever_is_awaited},
-    {"peer_ended_behind_its_part-ws3", peer_that_has_done_its_part_may_end},
+    {"killed_peer_noticed-ws3", a_rank_ends, kEpoch - 1, true, "has died"},
+    {"closed_peer_noticed-ws3", a_rank_ends, kEpoch - 1, false, "has left"},
+    {"peer_killed_behind_its_part-ws3", a_rank_ends, kEpoch, true, ""},
+    {"peer_closed_behind_its_part-ws3", a_rank_ends, kEpoch, false, ""},
     {"forked_child_closes_queue", child_closes_its_queue},
     {"forked_child_queues", child_queues_work_of_its_own},
     {"forked_child_drops_condition", child_drops_what_a_thread_waits_on},

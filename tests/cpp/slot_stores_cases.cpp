@@ -62,7 +62,7 @@ void ranks_that_are_far_apart_store_past_the_caches() {
 void neighbours_store_into_the_caches() {
   Writer writer;
   writer.store(kNear, 10000);
-  check_equal(writer.num_cached(), uint64_t{10000}, "stores into the caches");
+  check_equal(writer.num_cached(), 10000, "stores into the caches");
   check(!writer.streams(), "near");
   writer.store({100, 0.03}, SlotStores::kMeasured);
   writer.store(kNear, 10000);

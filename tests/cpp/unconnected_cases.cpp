@@ -27,16 +27,14 @@ std::unique_ptr<Communicator> connect_now(SharedMemoryRank& rank) {
 
 // Rank 0 connects and sends while rank 1 is idle, and has left by the time rank 1 connects.
 void idle_rank_is_connected_to() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
+  run_processes(2, [](int index, FileStore& store) {
     SharedMemoryRank rank = make_rank(store, index);
     std::byte byte{42};
     const Message message{.tag = 0, .dtype = DType::kUInt8, .num_elems = 1};
     if (index == 0) {
       const auto communicator = connect_now(rank);
       communicator->point_to_point().send(&byte, message, 1);
-      store.set("sent", "1");
+      store.set("sent");
       return;
     }
     store.await("sent");
@@ -49,54 +47,45 @@ void idle_rank_is_connected_to() {
 }
 
 void rank_that_leaves_unconnected_has_left() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
+  run_processes(2, [](int index, FileStore& store) {
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
     if (index == 1) {
       store.await("connected");
       rank.reset();
-      store.set("left", "1");
+      store.set("left");
       store.await("end");
       return;
     }
     const auto communicator = connect_now(*rank);
-    store.set("connected", "1");
-    const Error error =
-        expect_error(ErrorKind::kPeerFailed, [&] { communicator->barrier(CallerThread::kUser); });
-    check_contains(error.what(), "rank 1");
-    check_contains(error.what(), "has left the group");
+    store.set("connected");
+    expect_error(ErrorKind::kPeerFailed, [&] { communicator->barrier(CallerThread::kUser); },
+                 {"rank 1", "has left the group"});
     store.await("left");
-    store.set("end", "1");
+    store.set("end");
   });
 }
 
 void rank_that_has_left_is_named() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
+  run_processes(2, [](int index, FileStore& store) {
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
     // Keeps the process's listener running, for another group.
     const SharedMemoryRank other = make_rank(store, index);
     if (index == 1) {
       rank.reset();
-      store.set("left", "1");
+      store.set("left");
       store.await("end");
       return;
     }
     store.await("left");
-    const Error error =
-        expect_error(ErrorKind::kTransport, [&] { rank->connect(kPatience, [] {}); });
-    check_contains(error.what(), "rank 1 has left the group");
-    store.set("end", "1");
+    expect_error(ErrorKind::kTransport, [&] { rank->connect(kPatience, [] {}); },
+                 {"rank 1 has left the group"});
+    store.set("end");
   });
 }
 
 // Rank 1 lacks memory when rank 0 connects to it, although it does not use the group itself.
 void rank_without_memory_refuses() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
+  run_processes(2, [](int index, FileStore& store) {
     if (index == 1) {
       const transport::Bootstrap bootstrap(store, 1, 2, kSmall, []() -> UniqueFd {
         throw Error(ErrorKind::kTransport, "rota: there is no memory");
@@ -106,42 +95,34 @@ void rank_without_memory_refuses() {
     }
     SharedMemoryRank rank = make_rank(store, index);
     const int num_files = num_open_files();
-    const Error error =
-        expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); });
-    check_contains(error.what(), "rank 1 refused the handshake: rota: there is no memory");
+    expect_error(ErrorKind::kTransport, [&] { rank.connect(kPatience, [] {}); },
+                 {"rank 1 refused the handshake: rota: there is no memory"});
     check_num_open_files(num_files + 1, "descriptors: the own memory");
-    store.set("refused", "1");
+    store.set("refused");
   });
 }
 
 // Rank 0 makes a group anew over the same store while rank 1 still has the first one.
 void group_made_again_waits_for_the_peer_to_make_it_again() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
+  run_processes(2, [](int index, FileStore& store) {
     std::optional<SharedMemoryRank> first(std::in_place, store, index, 2, kSmall);
     if (index == 1) store.await("used");
     first.reset();
     SharedMemoryRank second = make_rank(store, index);
     if (index == 0) {
-      const Error error =
-          expect_error(ErrorKind::kTransport, [&] { second.connect(milliseconds(100), [] {}); });
-      check_contains(
-          error.what(),
-          "still waits for rank 1 to make this group, after 0.1 s: does it make the same");
-      store.set("used", "1");
+      expect_error(
+          ErrorKind::kTransport, [&] { second.connect(milliseconds(100), [] {}); },
+          {"still waits for rank 1 to make this group, after 0.1 s: does it make the same"});
+      store.set("used");
     }
     connect_now(second)->barrier(CallerThread::kUser);
   });
 }
 
 void forked_child_drops_an_unconnected_rank() {
-  const TemporaryDirectory directory;
-  run_processes(2, [&](int index) {
-    FileStore store(directory);
+  run_processes(2, [](int index, FileStore& store) {
     std::optional<SharedMemoryRank> rank(std::in_place, store, index, 2, kSmall);
-    const pid_t child = start_process([&] { rank.reset(); });
-    check_equal(wait_for_process(child), Exit{}, "end of the child");
+    check_child([&] { rank.reset(); });
     connect_now(*rank)->barrier(CallerThread::kUser);
   });
 }

@@ -3,10 +3,8 @@
 //
 // In the build named "endless" sleeps have no periodic tick, so a single lost wake-up hangs the
 // program.
-#include <sched.h>
 
 #include <atomic>
-#include <thread>
 
 #include "base/waiter.h"
 #include "check.h"
@@ -39,6 +37,11 @@ struct Words {
   uint64_t payload = 0;  // plain memory, ordered by the flag
 };
 
+// Up to a few µs, so that the publication hits every stage of the sleeper.
+void linger(int num_steps) {
+  while (num_steps-- > 0) std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
 // Ranks pass a number around and add one each time; with a policy of zeros every wait sleeps.
 void pass_around(int num_ranks, const WaitPolicy& policy, int num_laps, bool dawdles) {
   std::vector<Words> words(static_cast<size_t>(num_ranks));
@@ -51,7 +54,7 @@ void pass_around(int num_ranks, const WaitPolicy& policy, int num_laps, bool daw
     }
     Waiter waiter(&own.sleeping, peers);
     Patience patience;
-    Random random(static_cast<uint64_t>(rank));
+    Random random(rank);
     for (int lap = 1; lap <= num_laps; ++lap) {
       const auto value = static_cast<uint64_t>(lap);
       if (rank > 0) {
@@ -64,13 +67,10 @@ void pass_around(int num_ranks, const WaitPolicy& policy, int num_laps, bool daw
                   (value - 1) * static_cast<uint64_t>(num_ranks) + static_cast<uint64_t>(rank),
                   "what was passed on");
       own.payload = before + 1;
-      // A delay of up to a few µs, so that the publication hits every stage of the sleeper.
-      for (uint64_t i = dawdles ? random.below(2000) : 0; i > 0; --i) {
-        std::atomic_signal_fence(std::memory_order_seq_cst);
-      }
+      if (dawdles) linger(random.below(2000));
       waiter.publish(own.flag, value);
     }
-    check_equal(own.sleeping.load(), uint64_t{0}, "the sleep flag at rest");
+    check_equal(own.sleeping.load(), 0, "the sleep flag at rest");
   });
 }
 
@@ -82,11 +82,9 @@ void rendezvous(int num_steps) {
     const Words& other = words[1 - rank];
     Waiter waiter(&own.sleeping, {&other.sleeping});
     Patience patience;
-    Random random(static_cast<uint64_t>(rank));
+    Random random(rank);
     for (int step = 1; step <= num_steps; ++step) {
-      for (uint64_t i = random.below(1000); i > 0; --i) {
-        std::atomic_signal_fence(std::memory_order_seq_cst);
-      }
+      linger(random.below(1000));
       waiter.publish(own.flag, static_cast<uint64_t>(step));
       waiter.wait(other.flag, static_cast<uint64_t>(step), WaitPolicy{}, patience);
     }
@@ -100,7 +98,7 @@ void reached_flag_asks_nobody() {
   Waiter waiter(&sleeping, {});
   Patience patience;
   waiter.wait(words.flag, 5, WaitPolicy{}, patience);
-  check_equal(patience.num_polls + patience.num_ticks, int64_t{0}, "calls of the observer");
+  check_equal(patience.num_polls + patience.num_ticks, 0, "calls of the observer");
 }
 
 // An error from the observer ends the wait, unless the flag is there by then.
@@ -138,7 +136,7 @@ void wait_may_be_given_up() {
   };
   check(!wait(), "the flag has not come");
   check(patience.num_ticks > 0, "the observer was not asked");
-  check_equal(words.sleeping.load(), uint64_t{0}, "the sleep flag at rest");
+  check_equal(words.sleeping.load(), 0, "the sleep flag at rest");
   words.flag.publish(1);
   check(wait(), "the flag has come");
 }
@@ -148,18 +146,18 @@ constexpr WaitPolicy kYield{.yield_for = std::chrono::seconds(100)};
 constexpr WaitPolicy kSpin{.spin = std::chrono::seconds(100)};
 
 const CaseTable kCases{
-    {"waiter_sleeping-ws2", [] { pass_around(2, kSleep, 10000, false); }},
-    {"waiter_sleeping-ws4", [] { pass_around(4, kSleep, 5000, false); }},
-    {"waiter_sleeping_at_any_moment-ws2", [] { pass_around(2, kSleep, 10000, true); }},
-    {"waiter_rendezvous-ws2", [] { rendezvous(20000); }},
-    {"waiter_yielding-ws3", [] { pass_around(3, kYield, 3000, true); }},
-    {"waiter_spinning-ws2", [] { pass_around(2, kSpin, 50, false); }},
-    {"waiter_policy_of_ranks-ws4", [] { pass_around(4, WaitPolicy::for_ranks(4), 3000, true); }},
+    {"waiter_sleeping-ws2", pass_around, 2, kSleep, 10000, false},
+    {"waiter_sleeping-ws4", pass_around, 4, kSleep, 5000, false},
+    {"waiter_sleeping_at_any_moment-ws2", pass_around, 2, kSleep, 10000, true},
+    {"waiter_rendezvous-ws2", rendezvous, 20000},
+    {"waiter_yielding-ws3", pass_around, 3, kYield, 3000, true},
+    {"waiter_spinning-ws2", pass_around, 2, kSpin, 50, false},
+    {"waiter_policy_of_ranks-ws4", pass_around, 4, WaitPolicy::for_ranks(4), 3000, true},
     {"waiter_reached_flag", reached_flag_asks_nobody},
     {"waiter_given_up", wait_may_be_given_up},
-    {"waiter_error_spinning", [] { flag_has_the_last_word(kSpin); }},
-    {"waiter_error_yielding", [] { flag_has_the_last_word(kYield); }},
-    {"waiter_error_sleeping", [] { flag_has_the_last_word(kSleep); }},
+    {"waiter_error_spinning", flag_has_the_last_word, kSpin},
+    {"waiter_error_yielding", flag_has_the_last_word, kYield},
+    {"waiter_error_sleeping", flag_has_the_last_word, kSleep},
 };
 
 }  // namespace

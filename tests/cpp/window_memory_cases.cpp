@@ -1,10 +1,7 @@
 // The memory of windows, opened by its address: what openers see, and when its place is used again.
 #include "transport/window_memory.h"
 
-#include <unistd.h>
-
 #include <cstring>
-#include <thread>
 
 #include "base/per_process.h"
 #include "check.h"
@@ -38,13 +35,12 @@ void closed_window_is_seen_and_not_opened() {
   publish_word(memory->view(), 0, 3);
   memory.reset();
   per_process<Heap>().release(block.data());
-  const Error error = expect_error(ErrorKind::kTransport, [&] { open(address); });
-  check_contains(error.what(), "rank 1");
-  check_equal(opened->view().control->closed.load(), uint64_t{1}, "closed");
-  check_equal(opened->view().control->word(0).load(), uint64_t{3}, "its last word");
-  const Error in_vain = expect_error(ErrorKind::kPeerFailed,
-                                     [&] { wait_word(*opened, 0, 4, kPatience, "rank 1", [] {}); });
-  check_contains(in_vain.what(), "waits in vain for rank 1");
+  expect_error(ErrorKind::kTransport, [&] { open(address); }, {"rank 1"});
+  check_equal(opened->view().control->closed.load(), 1, "closed");
+  check_equal(opened->view().control->word(0).load(), 3, "its last word");
+  expect_error(ErrorKind::kPeerFailed,
+               [&] { wait_word(*opened, 0, 4, kPatience, "rank 1", [] {}); },
+               {"waits in vain for rank 1"});
 }
 
 // Otherwise a late write would damage the tensor that lies there next, and a late read find zeroes.
@@ -62,14 +58,14 @@ void place_is_used_again_once_nobody_maps_it() {
   check(last_opened->view().data[1] == std::byte{2}, "its contents are still there");
   last_opened->view().data[0] = std::byte{1};
   last_opened.reset();
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
   std::span<std::byte> last = allocate(5 * 4096);
-  while (last.data() != block.data()) {
-    check(std::chrono::steady_clock::now() < deadline, "the place is used again");
+  const auto is_back = [&] {
+    if (last.data() == block.data()) return true;
     per_process<Heap>().release(last.data());
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
     last = allocate(5 * 4096);
-  }
+    return false;
+  };
+  await(is_back, "the place is used again");
   for (const auto& used : {next, last}) per_process<Heap>().release(used.data());
 }
 

@@ -11,6 +11,7 @@
 #include "core/window.h"
 #include "hosts/remote_window.h"
 #include "hosts/window_service.h"
+#include "letters.h"
 #include "memory_network.h"
 #include "ranks.h"
 
@@ -27,10 +28,10 @@ struct WindowRank {
 
 class WindowWorld {
  public:
-  // host_of: by rank. A rank uses the memory of its host's ranks only.
-  WindowWorld(std::vector<std::string> host_of, size_t num_bytes, int num_channels = 1,
+  // letters: the host of each rank (letters.h). A rank uses the memory of its host's ranks only.
+  WindowWorld(std::string_view letters, size_t num_bytes, int num_channels = 1,
               DType dtype = DType::kFloat32)
-      : hosts_(host_of),
+      : hosts_(hosts_of(letters)),
         num_bytes_(num_bytes),
         num_channels_(num_channels),
         dtype_(dtype),
@@ -43,10 +44,6 @@ class WindowWorld {
       data_.emplace_back(num_bytes);
     }
   }
-  // On one host.
-  WindowWorld(int world_size, size_t num_bytes, int num_channels = 1)
-      : WindowWorld(std::vector<std::string>(static_cast<size_t>(world_size), "a"), num_bytes,
-                    num_channels) {}
 
   int world_size() const { return hosts_.world_size(); }
   MemoryNetwork& network() { return network_; }

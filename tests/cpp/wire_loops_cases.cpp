@@ -3,7 +3,6 @@
 // tile.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 
 #include "check.h"
@@ -26,7 +25,7 @@ std::vector<float> random_floats(uint64_t seed) {
   std::vector<float> values(kLength);
   for (size_t i = 0; i < kLength; ++i) {
     const double mantissa = std::ldexp(static_cast<double>(random.next() >> 11), -52) - 1;
-    const int spread = static_cast<int>(random.below(200)) - 100;
+    const int spread = random.below(200) - 100;
     const int exponents[] = {-9, spread, -140, 100};
     values[i] = static_cast<float>(std::ldexp(mantissa, exponents[i / 96 % 4]));
     if (random.below(50) == 0) values[i] = random.choose(std::array{0.0f, kInf, -kInf, NAN});
@@ -130,7 +129,7 @@ void loops_give_scalar_bits(DType dtype, bool is_block_scaled) {
                          0.25f);
         for (size_t i = 0; i < num_elems; ++i) {
           const float sum = sum_scalars(expected, i, num_shards != 0) * 0.25f;
-          if (sums[i] == sum || (std::isnan(sums[i]) && std::isnan(sum))) continue;
+          if (is_same(sums[i], sum)) continue;
           fail(join(table->isa, ' ', name(dtype), ": sum ", i, " of ", num_elems, " is ", sums[i],
                     ", expected ", sum));
         }
@@ -203,23 +202,19 @@ void formats_exist_for_floats_of_32_bits_and_fewer() {
 }
 
 const CaseTable kCases{
-    {"wire_loops-float32", [] { loops_give_scalar_bits(DType::kFloat32, false); }},
-    {"wire_loops-float16", [] { loops_give_scalar_bits(DType::kFloat16, false); }},
-    {"wire_loops-bfloat16", [] { loops_give_scalar_bits(DType::kBFloat16, false); }},
-    {"wire_loops-e4m3", [] { loops_give_scalar_bits(DType::kFloat8E4M3, false); }},
-    {"wire_loops-e5m2", [] { loops_give_scalar_bits(DType::kFloat8E5M2, false); }},
-    {"wire_loops-float16-scaled", [] { loops_give_scalar_bits(DType::kFloat16, true); }},
-    {"wire_loops-e4m3-scaled", [] { loops_give_scalar_bits(DType::kFloat8E4M3, true); }},
-    {"wire_loops-e5m2-scaled", [] { loops_give_scalar_bits(DType::kFloat8E5M2, true); }},
-    {"wire_loops_random-float16", [] { random_rounding_gives_neighbours(DType::kFloat16, false); }},
-    {"wire_loops_random-bfloat16",
-     [] { random_rounding_gives_neighbours(DType::kBFloat16, false); }},
-    {"wire_loops_random-float16-scaled",
-     [] { random_rounding_gives_neighbours(DType::kFloat16, true); }},
-    {"wire_loops_random-e4m3-scaled",
-     [] { random_rounding_gives_neighbours(DType::kFloat8E4M3, true); }},
-    {"wire_loops_random-e5m2-scaled",
-     [] { random_rounding_gives_neighbours(DType::kFloat8E5M2, true); }},
+    {"wire_loops-float32", loops_give_scalar_bits, DType::kFloat32, false},
+    {"wire_loops-float16", loops_give_scalar_bits, DType::kFloat16, false},
+    {"wire_loops-bfloat16", loops_give_scalar_bits, DType::kBFloat16, false},
+    {"wire_loops-e4m3", loops_give_scalar_bits, DType::kFloat8E4M3, false},
+    {"wire_loops-e5m2", loops_give_scalar_bits, DType::kFloat8E5M2, false},
+    {"wire_loops-float16-scaled", loops_give_scalar_bits, DType::kFloat16, true},
+    {"wire_loops-e4m3-scaled", loops_give_scalar_bits, DType::kFloat8E4M3, true},
+    {"wire_loops-e5m2-scaled", loops_give_scalar_bits, DType::kFloat8E5M2, true},
+    {"wire_loops_random-float16", random_rounding_gives_neighbours, DType::kFloat16, false},
+    {"wire_loops_random-bfloat16", random_rounding_gives_neighbours, DType::kBFloat16, false},
+    {"wire_loops_random-float16-scaled", random_rounding_gives_neighbours, DType::kFloat16, true},
+    {"wire_loops_random-e4m3-scaled", random_rounding_gives_neighbours, DType::kFloat8E4M3, true},
+    {"wire_loops_random-e5m2-scaled", random_rounding_gives_neighbours, DType::kFloat8E5M2, true},
     {"wire_loops_squares", squares_do_not_depend_on_isa},
     {"wire_loops_exist", formats_exist_for_floats_of_32_bits_and_fewer},
 };
