@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,16 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
+from run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from train_gpt import GPT, GPTConfig, held_out_bits, positive, read_corpus, sample_batch
 
 import rota
 from rota.parameter_server import ParameterServer
 
-PRELOAD = ["matplotlib.figure", "rich.progress", "rota", "torch._dynamo"]
 CONFIG = GPTConfig(context=64, num_layers=2, num_heads=2, width=128)
 NUM_SEQUENCES = 4
 LR = 2e-3
@@ -119,12 +116,10 @@ def train_mode(
     return Report(times, losses, computed, bits, ahead)
 
 
-def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
-    """The main function of one process."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), args.ranks)
-    dist.init_process_group("rota", store=store, rank=rank, world_size=args.ranks)
-    text, held_out = torch.load(folder / "text.pt")
+def work(
+    rank: int, text: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace
+) -> dict[str, Report]:
+    """One worker, in every mode."""
     torch.manual_seed(args.seed)
     initial = GPT(CONFIG)
     factor = SLOWNESS - 1.0 if rank == args.ranks - 1 else 0.0
@@ -135,8 +130,7 @@ def work(rank: int, folder: Path, args: argparse.Namespace) -> None:
     seconds = factor * statistics.median(reports[ALONE].computed)
     for mode in args.modes:
         reports[mode] = train_mode(mode, initial, text, held_out, lambda passes: seconds, args)
-    torch.save(reports, folder / f"reports{rank}.pt")
-    dist.destroy_process_group()
+    return reports
 
 
 def smoothed(report: Report, num_steps: int) -> list[float]:
@@ -195,17 +189,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, default=Path(__file__).with_suffix(".png"))
     args = parser.parse_args()
 
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="rota-parameter-server-") as name:
-        folder = Path(name)
-        torch.save(read_corpus(), folder / "text.pt")
-        torch.multiprocessing.start_processes(
-            work, (folder, args), args.ranks, start_method="forkserver"
-        )
-        reports = [
-            torch.load(folder / f"reports{rank}.pt", weights_only=False)
-            for rank in range(args.ranks)
-        ]
+    reports = run_ranks(args.ranks, work, *read_corpus(), args)
     print_table(reports, args)
     draw(args.png, reports, args)
     print(f"picture: {args.png}")

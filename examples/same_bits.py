@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
+from run_ranks import run_ranks
 from torch import nn
 from train_gpt import GPT, SCALES, learning_rate, positive, read_corpus, windows
 
@@ -32,7 +30,6 @@ NUM_SHARDS = 8
 MIXED = (2, 8, 1, 4, 3)
 HASH_EVERY = 10  # steps
 CONFIG = SCALES["cpu"].config
-PRELOAD = ["rich.progress", "rota", "torch._dynamo"]
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -49,12 +46,9 @@ def hash_of(model: nn.Module) -> str:
 
 
 def train(
-    rank: int, num_ranks: int, num_steps: int, folder: Path, args: argparse.Namespace
-) -> None:
-    """The main function of one process: goes on for num_steps from the last saved state."""
-    torch.set_num_threads(1)  # sums inside a matrix product may depend on the number of threads
-    store = dist.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("rota", store=store, rank=rank, world_size=num_ranks)
+    rank: int, num_steps: int, saved_state: Path, text: torch.Tensor, args: argparse.Namespace
+) -> list[str]:
+    """One rank: goes on for num_steps from the last saved state; returns hashes."""
     torch.manual_seed(args.seed)
     model = GPT(dataclasses.replace(CONFIG, context=args.context))
     optimizer = make_optimizer(args.optimizer, model)
@@ -62,14 +56,11 @@ def train(
         wire_dtype=getattr(torch, args.wire_dtype), num_shards=NUM_SHARDS, model=model
     )
     shards = rota.LogicalShards(model, NUM_SHARDS, state=state, seed=args.seed)
-    text = torch.load(folder / "text.pt")
-    saved_state = folder / "state.pt"
     if saved_state.exists():
         saved = torch.load(saved_state)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         shards.load_state_dict(saved["shards"])
-    dist.barrier()
 
     hashes = []
     for _ in range(num_steps):
@@ -93,8 +84,7 @@ def train(
             "shards": shards.state_dict(),
         }
         torch.save(trained, saved_state)
-        torch.save(hashes, folder / "hashes.pt")
-    dist.destroy_process_group()
+    return hashes
 
 
 def run(ranks: str, text: torch.Tensor, args: argparse.Namespace) -> list[str]:
@@ -102,17 +92,8 @@ def run(ranks: str, text: torch.Tensor, args: argparse.Namespace) -> list[str]:
     hashes: list[str] = []
     parts = [(int(ranks), args.steps)] if ranks != "mixed" else mixed_parts(args.steps)
     with tempfile.TemporaryDirectory(prefix="rota-same-bits-") as name:
-        folder = Path(name)
-        torch.save(text, folder / "text.pt")
         for num_ranks, num_steps in parts:
-            torch.multiprocessing.start_processes(
-                train,
-                (num_ranks, num_steps, folder, args),
-                num_ranks,
-                start_method="forkserver",
-            )
-            (folder / "store").unlink(missing_ok=True)
-            hashes += torch.load(folder / "hashes.pt")
+            hashes += run_ranks(num_ranks, train, num_steps, Path(name, "state.pt"), text, args)[0]
     return hashes
 
 
@@ -135,7 +116,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    multiprocessing.set_forkserver_preload(PRELOAD)
     text, _ = read_corpus()
     first: list[str] = []
     for ranks in args.ranks:

@@ -20,11 +20,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -33,8 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
+from run_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -49,9 +47,6 @@ NUM_RANKS = NUM_COPIES * NUM_STAGES * NUM_SHARDS
 NUM_MICROBATCHES = 4  # of one sequence
 MAX_NORM = 1.0
 CONFIG = SCALES["cpu"].config
-# Imported once for all ranks. The first optimizer imports torch._dynamo.
-PRELOAD = ["rich.progress", "rota", "torch._dynamo", "torch.distributed.pipelining"]
-PRELOAD += ["torch.distributed.tensor.parallel"]
 
 
 class Tolerance(NamedTuple):
@@ -288,28 +283,15 @@ def memory_mb(name: str) -> float:
     return int(fields[name].split()[0]) * 1024 / 1e6
 
 
-def run_rank(rank: int, num_ranks: int, folder: Path, args: argparse.Namespace) -> None:
-    """The main function of one process; writes its Report to the folder."""
-    torch.set_num_threads(1)
-    batches = torch.load(folder / "batches.pt")
-    store = dist.FileStore(str(folder / f"store{num_ranks}"), num_ranks)
-    dist.init_process_group("rota", store=store, rank=rank, world_size=num_ranks)
+def train(rank: int, args: argparse.Namespace, batches: tuple[Tensor, Tensor]) -> Report:
+    """One rank, which may be alone."""
     before_mb = memory_mb("VmRSS")
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model = GPT(replace(CONFIG, context=args.context))
-    report = (train_alone if num_ranks == 1 else train_in_parts)(args, model, batches)
+    is_alone = dist.get_world_size() == 1
+    report = (train_alone if is_alone else train_in_parts)(args, model, batches)
     report.memory_mb = memory_mb("VmHWM") - before_mb
-    torch.save(vars(report), folder / f"report{rank}of{num_ranks}.pt")
-    dist.destroy_process_group()
-
-
-def run(num_ranks: int, folder: Path, args: argparse.Namespace) -> list[Report]:
-    """Starts the ranks and returns their reports."""
-    torch.multiprocessing.start_processes(
-        run_rank, (num_ranks, folder, args), num_ranks, start_method="forkserver"
-    )
-    paths = [folder / f"report{rank}of{num_ranks}.pt" for rank in range(num_ranks)]
-    return [Report(**torch.load(path)) for path in paths]
+    return report
 
 
 def largest(differences: Iterable[float]) -> float:
@@ -361,7 +343,6 @@ def main() -> None:
         parser.error("--inf-step needs --float16: in float32 no scaler skips the step")
 
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the ranks
-    multiprocessing.set_forkserver_preload(PRELOAD)
     text, _ = read_corpus()
     samples = [
         sample_batch(text, NUM_MICROBATCHES, args.context, (args.seed, copy, step))
@@ -370,10 +351,8 @@ def main() -> None:
     ]
     shape = (args.steps, NUM_COPIES, NUM_MICROBATCHES, args.context)
     batches = tuple(torch.stack(tensors).view(shape) for tensors in zip(*samples, strict=True))
-    with tempfile.TemporaryDirectory(prefix="rota-train-3d-") as name:
-        torch.save(batches, Path(name) / "batches.pt")
-        (alone,) = run(1, Path(name), args)
-        ranks = run(NUM_RANKS, Path(name), args)
+    (alone,) = run_ranks(1, train, args, batches)
+    ranks = run_ranks(NUM_RANKS, train, args, batches)
 
     problems = problems_of(alone, ranks, FLOAT16 if args.float16 else FLOAT32)
     idle = statistics.median(share for rank in ranks for share in rank.idle_shares)

@@ -26,23 +26,19 @@ import copy
 import dataclasses
 import itertools
 import math
-import multiprocessing
 import operator
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from balance import Speed, TreeMean, gradients_of, set_gradients, split_by_speed
 from rich.console import Console
 from rich.table import Table
+from run_ranks import run_ranks
 from same_bits import hash_of, make_optimizer
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -54,7 +50,6 @@ import rota
 
 CONFIG = dataclasses.replace(SCALES["cpu"].config, num_layers=2, width=128)  # 0.46 M parameters
 WAYS = EVEN, MEASURED, JOIN = "even", "measured", "Join"
-PRELOAD = ["rich.table", "rota", "torch._dynamo", "torch.distributed.algorithms.join"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -166,19 +161,15 @@ class Alone(NamedTuple):
     parameters: Tensor  # flat
 
 
-def start(rank: int, num_ranks: int, folder: Path, args: argparse.Namespace) -> tuple[Worker, GPT]:
-    """Makes the default group, and what every rank starts from."""
-    torch.set_num_threads(1)  # sums inside a matrix product may depend on the number of threads
-    store = dist.FileStore(str(folder / f"store-{num_ranks}"), num_ranks)
-    dist.init_process_group("rota", store=store, rank=rank, world_size=num_ranks)
+def make_model(args: argparse.Namespace) -> GPT:
+    """What every rank starts from."""
     torch.manual_seed(args.seed)
-    model = GPT(dataclasses.replace(CONFIG, context=args.context))
-    return Worker(torch.load(folder / "text.pt"), args), model
+    return GPT(dataclasses.replace(CONFIG, context=args.context))
 
 
-def train_alone(rank: int, folder: Path, args: argparse.Namespace) -> None:
-    """The main function of the one process that computes all micro-batches of all steps."""
-    worker, model = start(rank, 1, folder, args)
+def train_alone(rank: int, text: Tensor, args: argparse.Namespace) -> Alone:
+    """The one rank that computes all micro-batches of all steps."""
+    worker, model = Worker(text, args), make_model(args)
     optimizer = make_optimizer(args.optimizer, model)
     shards = rota.LogicalShards(model, args.micro_batches)
     losses = []
@@ -192,14 +183,13 @@ def train_alone(rank: int, folder: Path, args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         losses.append(loss)
     parameters = parameters_to_vector(model.parameters()).detach()
-    torch.save(tuple(Alone(losses, hash_of(model), parameters)), folder / "alone.pt")
-    dist.destroy_process_group()
+    return Alone(losses, hash_of(model), parameters)
 
 
-def train(rank: int, folder: Path, args: argparse.Namespace) -> None:
-    """The main function of one of the ranks that share the steps."""
-    worker, model = start(rank, args.ranks, folder, args)
-    worker.slow = args.slow if rank == args.ranks - 1 else 1.0
+def train(rank: int, text: Tensor, args: argparse.Namespace) -> tuple[Report, Tensor]:
+    """One of the ranks that share the steps; also returns Join's parameters."""
+    worker = Worker(text, args, args.slow if rank == args.ranks - 1 else 1.0)
+    model = make_model(args)
     comm = rota.Communicator()
     even, measured = (TreeTrainer(worker, copy.deepcopy(model), comm) for _ in range(2))
     join = JoinTrainer(worker, model, comm)
@@ -222,12 +212,7 @@ def train(rank: int, folder: Path, args: argparse.Namespace) -> None:
         report.compute_s[MEASURED].append(measured.compute_s)
         report.reduce_s.append(measured.reduce_s)
     report.hashes = {name: hash_of(trainer.model) for name, trainer in trainers.items()}
-    reports: list[Any] = [None] * args.ranks
-    dist.all_gather_object(reports, report)
-    if rank == 0:
-        parameters = parameters_to_vector(join.model.parameters()).detach()
-        torch.save((reports, parameters), folder / "shared.pt")
-    dist.destroy_process_group()
+    return report, parameters_to_vector(join.model.parameters()).detach()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -243,7 +228,7 @@ class Times(NamedTuple):
     reduction: list[float]  # with the measured split, of the rank that waits least
 
 
-def times_of(reports: list[Report], first_step: int) -> Times:
+def times_of(reports: Sequence[Report], first_step: int) -> Times:
     """The ideal is that of the speeds in the measured split's own steps."""
     splits = reports[0].splits[first_step:]
     seconds = zip(*(report.compute_s[MEASURED][first_step:] for report in reports), strict=True)
@@ -324,7 +309,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def print_results(
-    args: argparse.Namespace, alone: Alone, reports: list[Report], joined: Tensor
+    args: argparse.Namespace, alone: Alone, reports: Sequence[Report], joined: Tensor
 ) -> None:
     """Exits with an error if parameters lack the bits of one rank; `joined` are those of Join."""
     console = Console(soft_wrap=True)
@@ -350,21 +335,12 @@ def print_results(
         sys.exit("the parameters differ from those of one rank")
 
 
-def run(num_ranks: int, main: Callable[..., None], *arguments: Any) -> None:
-    torch.multiprocessing.start_processes(main, arguments, num_ranks, start_method="forkserver")
-
-
 def main() -> None:
     args = parse_args()
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="rota-uneven-") as name:
-        folder = Path(name)
-        torch.save(read_corpus()[0], folder / "text.pt")
-        run(1, train_alone, folder, args)
-        run(args.ranks, train, folder, args)
-        alone = Alone(*torch.load(folder / "alone.pt"))
-        reports, joined = torch.load(folder / "shared.pt", weights_only=False)
-    print_results(args, alone, reports, joined)
+    text, _ = read_corpus()
+    (alone,) = run_ranks(1, train_alone, text, args)
+    reports, joined = zip(*run_ranks(args.ranks, train, text, args), strict=True)
+    print_results(args, alone, reports, joined[0])
 
 
 if __name__ == "__main__":
