@@ -10,7 +10,7 @@ from the same weights, on the same batches. LocalSGD and DiLoCo take 1.2 times a
 that do not communicate. Bytes are counted at the interface of the host that sends most, headers
 included (once for each packet of many segments). Further seeds train over links that are not
 limited, since losses do not depend on the rate; their spread is what differences of the final loss
-are compared with. The last line is JSON.
+are compared with.
 
 It needs the permission to make network namespaces. All hosts share the cores of this machine. Two
 ranks a host are the fewest that have something to add within it, which flat Gloo does not know of.
@@ -24,7 +24,6 @@ import argparse
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -57,10 +56,8 @@ from workers import Workers
 
 QUICK_STEPS = 6
 DEFAULT_VARIANTS = "none,gloo,rota,rota_fp16,rota_fp8,diloco_16,diloco_16_fp8"
-MAX_MINUTES = 60.0  # of one seed at one rate; a limit would cut off some of the runs to compare
 # 0.46 M parameters: their gradients, 1.8 MB, take a link of 1 Gbit/s 15 ms, of 100 Mbit/s 154 ms.
 CONFIG = replace(train_gpt.SCALES["cpu"].config, num_layers=2, width=128)
-COLORS = ("#8a1c7c", "#5b4a9e", "#a89be0", "#7a6a4f", "#d2c14a", "#d08ac4")  # of EveryFewSteps
 
 
 @dataclass(frozen=True)
@@ -72,65 +69,23 @@ class EveryStep:
     def start(self, initial: train_gpt.GPT) -> demo.Run:
         model = copy.deepcopy(initial)
         ddp = train_gpt.data_parallel(model, "rota", "none", dist.new_group(backend="rota"))
-        ddp.register_comm_hook(hook_state(self.wire_dtype, model=ddp), rota.fused_hook)
+        state = rota.HookState(
+            model=ddp,
+            wire_dtype=torch.float32,
+            inter_wire_dtype=self.wire_dtype,
+            error_feedback=self.wire_dtype != torch.float32,
+        )
+        ddp.register_comm_hook(state, rota.fused_hook)
         return demo.Run(model, ddp, train_gpt.make_optimizer(model))
 
 
-@dataclass(frozen=True)
-class EveryFewSteps:
-    """LocalSGD or DiLoCo between hosts, DistributedDataParallel within each."""
-
-    outer: local_sgd.Variant
-    color: str
-
-    @property
-    def label(self) -> str:
-        return self.outer.label
-
-    def start(self, initial: train_gpt.GPT) -> demo.Run:
-        model = copy.deepcopy(initial)
-        everyone = dist.new_group(backend="rota")
-        ddp = train_gpt.data_parallel(model, "rota", "none", group_of_host(everyone))
-        optimizer = train_gpt.make_optimizer(model)
-        state = hook_state(self.outer.wire_dtype, group=everyone)
-        outer = local_sgd.make_outer(self.outer, model, state)
-        optimizer.register_step_post_hook(lambda *_: outer.step())
-        return demo.Run(model, ddp, optimizer, finish=outer.sync)
-
-
-def hook_state(wire_dtype: torch.dtype, **options: Any) -> rota.HookState:
-    """A state with this dtype between hosts, and error feedback if it is narrow."""
-    return rota.HookState(
-        wire_dtype=torch.float32,
-        inter_wire_dtype=wire_dtype,
-        error_feedback=wire_dtype != torch.float32,
-        **options,
-    )
-
-
-def group_of_host(everyone: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The ranks of this rank's host; a collective call."""
-    hosts = rota.Communicator(everyone).hosts
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(hosts, backend="rota")
-    return group
-
-
-_OUTER = [
-    (name, variant)
-    for name, variant in local_sgd.VARIANTS.items()
-    if variant.method in (local_sgd.LOCAL_SGD, local_sgd.DILOCO)
-]
 VARIANTS: dict[str, demo.Startable] = {
     "none": demo.VARIANTS["none"],
     "gloo": demo.VARIANTS["gloo"],
     "rota": EveryStep("rota, float32", "#12497f", torch.float32),
     "rota_fp16": EveryStep("rota, float16", "#6fb1e8", torch.float16),
     "rota_fp8": EveryStep("rota, float8_e4m3fn", "#2a9d6f", torch.float8_e4m3fn),
-    **{
-        name: EveryFewSteps(variant, color)
-        for (name, variant), color in zip(_OUTER, cycle(COLORS), strict=False)
-    },
+    **local_sgd.OUTER,
 }
 
 
@@ -143,20 +98,18 @@ def rank_main(pipe: Connection, args: argparse.Namespace) -> dict[str, Result]:
         Console(quiet=dist.get_rank() != 0),
         variants=VARIANTS,
         config=CONFIG,
-        paces={
-            name: args.pace for name in args.variants if isinstance(VARIANTS[name], EveryFewSteps)
-        },
+        paces=dict.fromkeys(local_sgd.OUTER, args.pace),
         count_sent=lambda: Traffic.now().sent,
     )
     return {name: demo.gather(VARIANTS[name], run) for name, run in runs.items()}
 
 
 def train(args: argparse.Namespace, rate: str | None, seed: int, variants: Sequence[str]) -> AtRate:
-    more = {"seed": seed, "variants": variants, "max_minutes": MAX_MINUTES}
+    more = {"seed": seed, "variants": variants, "max_minutes": local_sgd.MAX_MINUTES}
     job = argparse.Namespace(**{**vars(args), **more})
     with (
         HostNetwork(len(args.hosts), rate) as network,
-        Workers(timeout_s=2 * 60 * MAX_MINUTES) as ranks,
+        Workers(timeout_s=2 * 60 * local_sgd.MAX_MINUTES) as ranks,
     ):
         for env in rank_environments(args.hosts, network.serve_store()):
             namespace = network.hosts[int(env["GROUP_RANK"])].path

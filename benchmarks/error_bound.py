@@ -36,6 +36,11 @@ class Wire:
         return torch.finfo(self.dtype).eps / 2
 
     @property
+    def elem_bytes(self) -> float:
+        """Bytes of an element, with its share of a block's scale."""
+        return self.dtype.itemsize + (1 / self.block_elems if self.block_elems else 0.0)
+
+    @property
     def top_exponent(self) -> int:
         """A block is scaled so that its largest magnitude lies in [2**top, 2**(top + 1)), so that
         rounding up cannot exceed the dtype's largest number."""
