@@ -144,7 +144,7 @@ bench: venv
 	$(PYTHON) benchmarks/collectives.py --backends rota,gloo,mpi --ranks 2 -b 4 -e 64M -f 4 -c
 	$(PYTHON) benchmarks/collectives.py --backends rota,gloo --ranks 2 --dtype float16 -b 16M -e 64M -c
 	$(PYTHON) benchmarks/collectives.py --backends rota,gloo --ranks 4 -b 4 -e 64M -f 4 -c
-	$(PYTHON) benchmarks/hooks.py --hook fp16_compress_hook --sizes 25M,64M -c
+	$(PYTHON) benchmarks/fused.py --hook fp16_compress_hook --sizes 25M,64M -c
 	$(PYTHON) benchmarks/failures.py
 
 # About 15 minutes, 9 of them for convergence.

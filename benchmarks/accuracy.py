@@ -4,7 +4,7 @@
 
 Ranks are processes on this machine that average the gradients of gradient_sets.py. An element's
 error is measured in float64, in units of rota's bound (error_bound.py); torch's hooks are also
-judged by that bound, of one conversion each way. The last line of the output is JSON.
+judged by that bound, of one conversion each way.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(*names, help=help, **options)
 
     def add_json(self) -> None:
-        self.add("--json", type=Path, help="the record (default: in benchmarks/results)")
+        record = "the record (default: in benchmarks/results), whose summary is the last line"
+        self.add("--json", type=Path, help=record)
 
 
 def parse_size(text: str) -> int:

@@ -4,7 +4,7 @@
 
 A step is forward, backward overlapped with communication, and AdamW's update, in float32 with
 float16 on the wire. Small buckets start earlier, but every bucket has a fixed cost. The caps take
-turns within one run. The last line of the output is JSON.
+turns within one run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Any
 
 import ddp_turn
+import report
 from arguments import FLOAT32_BYTES, Parser, add_common_arguments, parse_each, parse_list
 from interleave import Measurement, measure
 from protocol import Entry
 from record import Run
-from report import print_table
 from torch_worker import start_torch_ranks
 from workers import Workers
 
@@ -38,20 +38,11 @@ def parse_cap(text: str) -> float:
 def rows_of(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """One row per model and cap: the step time, and how much longer it is than the best cap's."""
     rows = []
-    for model, of_model in groupby(measurements, key=lambda result: result.op):
+    for _, of_model in groupby(measurements, key=lambda result: result.op):
         results = list(of_model)
         best_us = min(result.p50_us for result in results)
         rows += [
-            {
-                "model": model,
-                "gradient_bytes": result.num_bytes,
-                "bucket_cap_mb": result.entry.bucket_cap_mb,
-                "num_samples": len(result.times_us),
-                "p50_us": round(result.p50_us, 1),
-                "min_us": round(result.min_us, 1),
-                "p99_us": round(result.p99_us, 1),
-                "over_best": round(result.p50_us / best_us - 1, 4),
-            }
+            report.row(result, None) | {"over_best": round(result.p50_us / best_us - 1, 4)}
             for result in results
         ]
     return rows
@@ -82,14 +73,14 @@ def main() -> None:
                 entries, ranks.ask, model, "float32", num_elems, FLOAT32_BYTES, args
             )
         rows = rows_of(measurements)
-        by_model = {model: [r for r in rows if r["model"] == model] for model in args.models}
+        by_model = {model: [r for r in rows if r["op"] == model] for model in args.models}
         lines = [
             (f"{cap:g}", *(f"{c['p50_us'] / 1e3:.2f} +{c['over_best']:.1%}" for c in cells))
             for cap, *cells in zip(args.caps, *by_model.values(), strict=True)
         ]
         title = "ms per step on the slowest rank, median, and what it is beyond the best cap's"
-        print_table(run.console, title, ("bucket_cap_mb", *by_model), lines)
-        best = {row["model"]: row["bucket_cap_mb"] for row in rows if row["over_best"] == 0}
+        report.print_table(run.console, title, ("bucket_cap_mb", *by_model), lines)
+        best = {row["op"]: row["bucket_cap_mb"] for row in rows if row["over_best"] == 0}
         run.finish({"steps": rows}, best_bucket_cap_mb=best)
 
 

@@ -15,8 +15,7 @@ first load  load() at once after Checkpoint(), which has to wait for that
 torch       torch.save and torch.load of a file
 dcp         torch.distributed.checkpoint's save, which waits for the disk, and load
 
-If a restored state is not the one that was saved, it counts as wrong. The last line of the output
-is JSON.
+If a restored state is not the one that was saved, it counts as wrong.
 """
 
 from __future__ import annotations

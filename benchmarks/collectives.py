@@ -4,8 +4,7 @@
 
 It starts its own ranks. All backends stay alive for the whole run, take turns at each size, and
 sleep between turns. Both interfaces of rota are measured: torch.distributed ("rota dist") and
-rota.Communicator ("rota comm"). All have tensors of ordinary pages. The last line of the output is
-JSON.
+rota.Communicator ("rota comm"). All have tensors of ordinary pages.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 
 A turn runs the benchmark of this checkout, with the arguments after --, on one of the two builds;
 every other pair of turns begins with the other one. A row's time is the median of its turns'
-medians, and its noise says how far two turns of one commit are apart. The last line of the output
-is JSON.
+medians, and its noise says how far two turns of one commit are apart.
 """
 
 from __future__ import annotations

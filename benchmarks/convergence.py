@@ -5,7 +5,7 @@
 Trains the demo's GPT with gradients averaged in float32 and by rota's fused hook, from several
 seeds. A seed determines weights and batches, so runs of one seed differ only in the wire dtype.
 Differences of the held-out bits per byte after the last step are compared with float32's own spread
-between seeds. The last line of the output is JSON.
+between seeds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/failures.py --trials 30 --host-trials 5
 
 Each trial starts its own ranks. Times are from the event to the exception in Python, by a clock
-that all processes of the machine share. The last line of the output is JSON.
+that all processes of the machine share.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ all variants run in one job and take turns in blocks of a few steps, and a step'
 its slowest rank. Communication is a variant's median step minus that of a variant whose collectives
 do nothing, on buffers that are made once; so it includes the waits for the slower rank, and the
 pages of FSDP's own buffers. Where other programs keep the cores busy, the medians are noise; the
-CPU time of a step, on the rank that takes the most, then says more. The last line is JSON.
+CPU time of a step, on the rank that takes the most, then says more.
 """
 
 from __future__ import annotations

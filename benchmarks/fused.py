@@ -1,11 +1,15 @@
 """The mixed-precision turn on one bucket: rota's fused hook, torch's hook and torch's AMP.
 
     python benchmarks/fused.py --sizes 25M,64M --ranks 2 -c
+    python benchmarks/fused.py --hook fp16_compress_hook -c
 
 Times a step's work on a float32 bucket made by DDP, from the hook to clipped gradients:
 `hook(state, bucket).wait()`, GradScaler.unscale_ with its Inf check, and clip_grad_norm_ of a
 gradient above max_norm. amp_turn.py describes the values. The base of the last ratio is rota's
-float32 hook with nothing after it. The last line of the output is JSON.
+float32 hook with nothing after it.
+
+With --hook the hook alone is timed, rota's and torch's of the same name. torch's hook runs on Gloo
+and, to show the effect of the backend alone, on rota.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 import amp_turn
+import hook_turn
 import traffic
 from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments
 from interleave import Measurement, measure_sizes
@@ -24,6 +29,7 @@ from report import optional, print_table
 from torch_worker import start_torch_ranks
 from workers import Workers
 
+TURN = "mixed_precision_turn"
 BASE = "rota float32 allreduce_hook, alone"
 # Label, backend, api and wire dtype of each entry.
 ENTRIES = [
@@ -43,6 +49,13 @@ ENTRIES = [
     )
 ]
 
+HOOKS = ("fp16_compress_hook", "bf16_compress_hook", "allreduce_hook")
+HOOK_ENTRIES = [
+    Entry("rota hook", "rota", hook_turn.ROTA_HOOK),
+    Entry("torch hook on rota", "rota", hook_turn.TORCH_HOOK),
+    Entry("torch hook on gloo", "gloo", hook_turn.TORCH_HOOK),
+]
+
 
 def bytes_per_element(entry: Entry, num_ranks: int) -> float:
     wire = amp_turn.wire_of(entry)
@@ -54,8 +67,7 @@ def bytes_per_element(entry: Entry, num_ranks: int) -> float:
         all_reduce = traffic.gloo_all_reduce if on_gloo else traffic.rota_all_reduce
         hook = traffic.torch_hook(elem_bytes, all_reduce(elem_bytes, num_ranks))
         return hook + traffic.TORCH_AMP
-    scale_bytes = 1 / wire.block_elems if wire.block_elems else 0.0
-    hook = traffic.rota_fused(elem_bytes + scale_bytes, num_ranks)
+    hook = traffic.rota_fused(wire.elem_bytes, num_ranks)
     after = {amp_turn.ROTA_HOOK_TORCH_AMP: traffic.TORCH_AMP, amp_turn.FUSED_IN_PLACE: traffic.CLIP}
     return hook + after.get(entry.api, 0)
 
@@ -94,21 +106,27 @@ def print_comparison(run: Run, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
+    parser.add("--hook", choices=HOOKS, help="what to time alone")
     add_bucket_sizes(parser)
     add_common_arguments(parser)
     parser.set_defaults(iters=10, warmup=2)  # a turn takes tens of ms
     args = parser.parse_args()
 
-    with Run("fused", args.ranks, args) as run, Workers(args.timeout) as ranks:
-        entries, versions = start_torch_ranks(ranks, run, args.ranks, ENTRIES)
+    with Run("fused", args.ranks, args, args.hook or "") as run, Workers(args.timeout) as ranks:
+        if args.hook and args.check and args.ranks.bit_count() != 1:
+            run.note(f"averages over {args.ranks} ranks are not exact: results are not checked")
+        chosen = HOOK_ENTRIES if args.hook else ENTRIES
+        entries, versions = start_torch_ranks(ranks, run, args.ranks, chosen)
         elems = [num_bytes // FLOAT32_BYTES for num_bytes in args.sizes]
         measurements = measure_sizes(
-            entries, ranks.ask, "mixed_precision_turn", "float32", elems, FLOAT32_BYTES, args
+            entries, ranks.ask, args.hook or TURN, "float32", elems, FLOAT32_BYTES, args
         )
+        libraries = {"torch": versions}
+        if args.hook:
+            return run.publish(measurements, libraries)
         rows = compare(measurements, args.ranks)
         print_comparison(run, rows)
-        more = {"comparison": rows}
-        run.publish(measurements, {"torch": versions}, more=more, comparison=rows)
+        run.publish(measurements, libraries, more={"comparison": rows}, comparison=rows)
 
 
 if __name__ == "__main__":

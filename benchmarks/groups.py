@@ -5,8 +5,7 @@
 
 Every rank makes subgroups of all ranks with dist.new_group, then all-reduces four bytes in each,
 and keeps them all, like jobs with many device meshes. If a backend fails, its row ends with the
-reason. Backend "fake" is torch's own share: it makes nothing and moves nothing. The last line of
-the output is JSON.
+reason. Backend "fake" is torch's own share: it makes nothing and moves nothing.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ directions at once. The goodput of the run is that of the largest size, which sh
 than a burst. The bound of an entry is what each host must send, in the entry's wire dtype, at that
 goodput; a message that fits in a burst can beat it. `gloo leaders` is Gloo among one rank of each
 host. Bytes on the wire are counted at the interfaces, headers included (once for each packet of
-many segments), and with the barrier that starts a turn, which shows at 4 KiB. The last line of the
-output is JSON.
+many segments), and with the barrier that starts a turn, which shows at 4 KiB.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Both variants run the same passes of one sequence each and reduce the same gradients. One lets
 autograd add up a rank's gradients, and adds those of the ranks in ascending order; the other adds
 in the tree of its logical shards. They take turns in blocks of a few steps. A step's time is that
-of its slowest rank, without its optimizer. The last line is JSON.
+of its slowest rank, without its optimizer.
 """
 
 from __future__ import annotations

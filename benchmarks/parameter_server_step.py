@@ -9,7 +9,7 @@ backward pass: to sum the gradients, step the optimizer and have the parameters 
 torch RPC is the server of torch's tutorial: all parameters on rank 0, which also works; the last
 gradient to come steps the optimizer, and the parameters are the reply. A parameter server has the
 bits of the all-reduce, which is checked. Variants take turns; a step's time is that of its slowest
-rank. The last line is JSON.
+rank.
 """
 
 from __future__ import annotations

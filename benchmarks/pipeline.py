@@ -8,8 +8,7 @@ variants run in one job and take turns in blocks of a few steps. A pipeline also
 communication costs nothing, because a stage needs what another one computes, and torch's own code
 runs between two computations. So both are timed, and every step is replayed with these times, in
 the order in which each stage ran them, and with messages that take no time. Communication is what
-the measured step takes longer: to post messages, to wait for them, and to wake up. The last line
-is JSON.
+the measured step takes longer: to post messages, to wait for them, and to wake up.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ is the time from its first line of Python until it has made a correct all-reduce
 long the survivors' training stands meanwhile. Terms are those of one rank, the slowest. "ends of
 steps" are what commit() and is_over() take while nothing happens. After each newcomer a bare
 process imports torch, and what DDP does of it, which is not rota's to shorten. Beside it, Gloo's
-ranks make a new group after a kill, told by the parent how many are left, and copy no state. The
-last line of the output is JSON.
+ranks make a new group after a kill, told by the parent how many are left, and copy no state.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ rota    WeightStore: publish() and pull()
 gloo    dist.broadcast of one matrix after the other
 rpc     torch.distributed.rpc: the trainer sends the weights to all readers at once
 
-If an entry's weights are not the trainer's, they count as wrong. The last line of the output is
-JSON.
+If an entry's weights are not the trainer's, they count as wrong.
 """
 
 from __future__ import annotations

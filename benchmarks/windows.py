@@ -7,8 +7,7 @@
 In each repeat all calls take turns, each alone. On one host "memcpy" is torch's copy_ with one
 thread, between tensors of rank 0; "view" the same into rank 1's window, in place. With --hosts the
 ranks are on two hosts, which network namespaces simulate (host_network.py) and which share this
-machine's cores; "tcp" sends the bytes over a plain connection and waits for one byte in return. The
-last line of the output is JSON.
+machine's cores; "tcp" sends the bytes over a plain connection and waits for one byte in return.
 """
 
 from __future__ import annotations
