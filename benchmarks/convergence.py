@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
 import demo
@@ -83,35 +82,29 @@ def print_losses(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 def draw(results: Results, baseline_bits: float, title: str, path: Path) -> None:
     """Draws mean loss curves with a band from best to worst seed, and each run's final loss with
     float32's spread."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    for axes in (curves, ends):
-        axes.spines[["top", "right"]].set_visible(False)
-    for line, (name, runs) in enumerate(results.items()):
-        by_step = list(zip(*(demo_report.smooth(run.losses) for run in runs), strict=True))
-        mean = [statistics.fmean(values) for values in by_step]
-        low, high = [min(values) for values in by_step], [max(values) for values in by_step]
-        color = runs[0].color
-        curves.fill_between(range(len(mean)), low, high, color=color, alpha=0.2, lw=0)
-        # Curves overlap, so earlier ones are drawn wider and show at the edges.
-        curves.plot(mean, color=color, lw=len(results) - line, label=LABELS[name])
-        bits = [run.held_out[-1][1] for run in runs]
-        ends.plot(bits, [line] * len(bits), "o", color=color)
-    base_bits = [run.held_out[-1][1] for run in results[BASE]]
-    ends.axvspan(min(base_bits), max(base_bits), color="#e6e6e6", lw=0, zorder=0)
-    curves.set_title(f"Training loss, mean of {demo_report.SMOOTHING_STEPS} steps, by seed")
-    curves.set(xlabel="step", ylabel="bits per byte")
-    curves.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which start at 8
-    curves.legend(frameon=False)
-    ends.set_yticks(range(len(results)), [LABELS[name] for name in results])
-    ends.invert_yaxis()
-    ends.margins(y=0.2)
-    ends.set_title("Held-out text after the last step, every seed")
-    ends.set_xlabel("bits per byte; grey: the spread of float32")
-    ends.tick_params(axis="y", length=0)
-    figure.suptitle(title, fontsize=8, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with demo_report.picture(path, title, 2, width_ratios=(1.2, 1)) as (curves, ends):
+        for line, (name, runs) in enumerate(results.items()):
+            by_step = list(zip(*(demo_report.smooth(run.losses) for run in runs), strict=True))
+            mean = [statistics.fmean(values) for values in by_step]
+            low, high = [min(values) for values in by_step], [max(values) for values in by_step]
+            color = runs[0].color
+            curves.fill_between(range(len(mean)), low, high, color=color, alpha=0.2, lw=0)
+            # Curves overlap, so earlier ones are drawn wider and show at the edges.
+            curves.plot(mean, color=color, lw=len(results) - line, label=LABELS[name])
+            bits = [run.held_out[-1][1] for run in runs]
+            ends.plot(bits, [line] * len(bits), "o", color=color)
+        base_bits = [run.held_out[-1][1] for run in results[BASE]]
+        ends.axvspan(min(base_bits), max(base_bits), color="#e6e6e6", lw=0, zorder=0)
+        curves.set_title(f"Training loss, mean of {demo_report.SMOOTHING_STEPS} steps, by seed")
+        curves.set(xlabel="step", ylabel="bits per byte")
+        curves.set_ylim(top=1.25 * baseline_bits)  # cuts off the first steps, which start at 8
+        curves.legend(frameon=False)
+        ends.set_yticks(range(len(results)), [LABELS[name] for name in results])
+        ends.invert_yaxis()
+        ends.margins(y=0.2)
+        ends.set_title("Held-out text after the last step, every seed")
+        ends.set_xlabel("bits per byte; grey: the spread of float32")
+        ends.tick_params(axis="y", length=0)
 
 
 def rounded(values: Sequence[float]) -> list[float]:

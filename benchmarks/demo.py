@@ -215,13 +215,17 @@ def train_in_turns(
     return runs
 
 
+def gathered(own: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
 def gather(variant: Startable, run: Run) -> Result:
     """Combines all ranks' measurements; returns the same on every rank."""
-    per_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        per_rank, (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms), run.sent_bytes)
-    )
-    losses, step_ms, core_share, sent_bytes = zip(*per_rank, strict=True)
+    own = (run.losses, run.step_ms, run.cpu_ms / sum(run.step_ms), run.sent_bytes)
+    losses, step_ms, core_share, sent_bytes = zip(*gathered(own), strict=True)
     return Result(
         label=variant.label,
         color=variant.color,

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 
 import convergence
 import report
 from demo import BLOCK_STEPS
-from demo_report import SMOOTHING_STEPS, Result, smooth
+from demo_report import SMOOTHING_STEPS, Result, picture, smooth
 
 BASE = "gloo"  # DistributedDataParallel as torch has it
 ALONE = "none"
@@ -115,16 +114,11 @@ def losses_of(
 
 
 def draw(path: Path, at_rates: Sequence[AtRate], baseline_bits: float, note: str) -> None:
-    """Writes a PNG: for every rate the loss over time, from the baseline on, and `note` above."""
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(at_rates), sharey=True, squeeze=False)[0]
-    for axes, at_rate in zip(panels, at_rates, strict=True):
-        axes.spines[["top", "right"]].set_visible(False)
-        _draw_rate(axes, at_rate, baseline_bits)
-    panels[0].set_ylabel(f"training loss, bits per byte, mean of {SMOOTHING_STEPS} steps")
-    figure.suptitle(note, fontsize=8, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    """Writes a PNG: for every rate the loss over time, from the baseline on."""
+    with picture(path, note, len(at_rates), sharey=True) as panels:
+        for axes, at_rate in zip(panels, at_rates, strict=True):
+            _draw_rate(axes, at_rate, baseline_bits)
+        panels[0].set_ylabel(f"training loss, bits per byte, mean of {SMOOTHING_STEPS} steps")
 
 
 def _draw_rate(axes: Axes, at_rate: AtRate, baseline_bits: float) -> None:

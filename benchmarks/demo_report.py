@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -88,13 +90,21 @@ def print_table(results: dict[str, Result], console: Console) -> None:
 
 
 def draw(results: dict[str, Result], baseline_bits: float, path: Path, note: str = "") -> None:
-    """Writes a PNG with loss curves on the left, step times on the right, and `note` above."""
+    """Writes a PNG with loss curves on the left and step times on the right."""
+    with picture(path, note, 2, width_ratios=(1.2, 1)) as (curves, bars):
+        draw_curves(curves, results, baseline_bits)
+        draw_step_times(bars, results)
+
+
+@contextmanager
+def picture(path: Path, note: str, num_panels: int, **options: Any) -> Iterator[Sequence[Axes]]:
+    """Yields panels side by side, by Figure.subplots' options; then writes them, with `note` above,
+    as a PNG."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
-    curves, bars = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    for axes in (curves, bars):
+    panels: Sequence[Axes] = figure.subplots(1, num_panels, squeeze=False, **options)[0]
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    draw_curves(curves, results, baseline_bits)
-    draw_step_times(bars, results)
+    yield panels
     if note:
         figure.suptitle(note, fontsize=8, x=0.01, ha="left", wrap=True)
     path.parent.mkdir(parents=True, exist_ok=True)

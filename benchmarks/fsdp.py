@@ -94,9 +94,7 @@ def summarize(runs: dict[str, demo.Run]) -> list[dict[str, Any]]:
     """One row per variant: its median step, and its communication compared with Gloo's. Collective;
     losses are of this rank's batch, and the times are the same on every rank."""
     step_ms = {name: turns.slowest_ranks(run.step_ms) for name, run in runs.items()}
-    cpu_ms = {
-        name: max(turns.gathered(run.cpu_ms)) / len(run.step_ms) for name, run in runs.items()
-    }
+    cpu_ms = {name: max(demo.gathered(run.cpu_ms)) / len(run.step_ms) for name, run in runs.items()}
     median = {name: statistics.median(times) for name, times in step_ms.items()}
     cost = {name: value - median[BASE] for name, value in median.items()}
     return [

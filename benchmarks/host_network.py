@@ -32,13 +32,9 @@ MTU = 1500
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # TCP hands packets of many segments (GSO) to a device, and tbf cuts those that are longer than its
-# burst into single frames, which costs more than the link: at 1 Gbit/s, with 64 KiB packets, TCP
-# reached 0.41 to 0.64 of the rate with bursts of 16 to 64 KiB and 0.95 with 128 KiB (2 cores of an
-# EPYC VM, 32 MiB both ways, 2026-11-24). But what fits in a burst passes an idle link at once: 64
-# KiB took 0.14 ms instead of 0.52. Shorter packets allow a shorter burst, and cost CPU time of
-# which 2 cores have little: at 1 Gbit/s 0.95 of the rate with 32 KiB packets and 64 KiB bursts
-# (0.5 ms of the link), 0.95 with 16 and 32 KiB for twice the CPU time, 0.90 with 8 and 32 KiB. At
-# 100 Mbit/s 16 and 32 KiB (2.6 ms) reach 0.94 to 0.95. Headers leave 0.956.
+# burst into single frames, which costs more than the link. But what fits in a burst passes an idle
+# link at once. Shorter packets allow a shorter burst, and cost CPU time. With these, 2 cores reach
+# 0.94 to 0.95 of the rate, of which headers leave 0.956 (2026-11-24 in LOG.md).
 FAST_BITS_PER_S = 500e6
 FAST_PACKET_BYTES = 32 << 10
 SLOW_PACKET_BYTES = 16 << 10

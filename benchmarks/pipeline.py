@@ -127,7 +127,7 @@ def summarize(runs: dict[str, Run]) -> list[dict[str, Any]]:
     rows = []
     for name, run in runs.items():
         own = (run.step_s, run.steps, run.losses)
-        step_s, steps, losses = zip(*turns.gathered(own), strict=True)
+        step_s, steps, losses = zip(*demo.gathered(own), strict=True)
         step_ms = [max(times) * 1e3 for times in zip(*step_s, strict=True)]
         ideal_ms = [
             seconds_without_communication(stages) * 1e3 for stages in zip(*steps, strict=True)

@@ -83,15 +83,9 @@ def job(
     dist.destroy_process_group()
 
 
-def gathered(own: Any) -> list[Any]:
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    return of_ranks
-
-
 def slowest_ranks(step_ms: Sequence[float]) -> list[float]:
     """The time of each step's slowest rank, without the first block. Collective."""
-    return [max(times) for times in zip(*gathered(step_ms), strict=True)][demo.BLOCK_STEPS :]
+    return [max(times) for times in zip(*demo.gathered(step_ms), strict=True)][demo.BLOCK_STEPS :]
 
 
 def publish(run: Run | None, title: str, rows: list[Row], columns: report.Columns) -> None:

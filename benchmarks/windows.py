@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,36 +49,30 @@ def microseconds_per_call(call: Call, num_calls: int) -> float:
     return (time.perf_counter() - start) / num_calls * 1e6
 
 
-def calls_on_one_host(window: rota.Window, num_bytes: int) -> dict[str, Call]:
+def calls_of(window: rota.Window, num_bytes: int, ring: TcpRing | None) -> dict[str, Call]:
+    """The calls of rank 0: what rota is compared with first. `ring` is between hosts."""
     source = torch.ones(num_bytes // 4)
     target = torch.ones(num_bytes // 4)
-    view = window.view(1)[: num_bytes // 4]
-    return {
-        "memcpy": lambda: target.copy_(source),
-        "view": lambda: view.copy_(source),
+    calls: dict[str, Call] = {
         "put": lambda: window.put(source, 1),
         "get": lambda: window.get(target, 1),
         "accumulate": lambda: window.accumulate(source, 1),
     }
-
-
-def calls_between_hosts(window: rota.Window, ring: TcpRing, num_bytes: int) -> dict[str, Call]:
-    source = torch.ones(num_bytes // 4)
-    target = torch.ones(num_bytes // 4)
+    if ring is None:
+        view = window.view(1)[: num_bytes // 4]
+        copies: dict[str, Call] = {
+            "memcpy": lambda: target.copy_(source),
+            "view": lambda: view.copy_(source),
+        }
+        return copies | calls
 
     def tcp() -> None:
         ring.move(to_send=num_bytes, to_recv=0)
         ring.move(to_send=0, to_recv=1)
 
-    return {
-        "tcp": tcp,
-        "put": lambda: window.put(source, 1),
-        "get": lambda: window.get(target, 1),
-        "accumulate": lambda: window.accumulate(source, 1),
-        "accumulate float16": lambda: window.accumulate(
-            source, 1, wire_dtype=torch.float16, block_scaling=False
-        ),
-    }
+    options: dict[str, Any] = {"wire_dtype": torch.float16, "block_scaling": False}
+    calls["accumulate float16"] = lambda: window.accumulate(source, 1, **options)
+    return {"tcp": tcp, **calls}
 
 
 def measure(calls: Mapping[str, Call], num_calls: int, repeats: int) -> dict[str, list[float]]:
@@ -90,27 +85,24 @@ def measure(calls: Mapping[str, Call], num_calls: int, repeats: int) -> dict[str
     return times
 
 
-def rank_main(pipe: Connection, rank: int, store: str, sizes: list[int], repeats: int) -> None:
-    """Rank 1 is asleep after the start, so that rank 0 has the machine."""
-    dist.init_process_group("rota", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    window = rota.Window(max(sizes) // 4, dtype=torch.float32)
-    for num_bytes in sizes if rank == 0 else ():
-        calls = calls_on_one_host(window, num_bytes)
-        pipe.send(measure(calls, num_calls_of(num_bytes, *ON_ONE_HOST), repeats))
-    pipe.poll(None)  # with an open window
-
-
-def rank_main_on_host(pipe: Connection, rank: int, sizes: list[int], repeats: int) -> None:
-    dist.init_process_group("gloo")
-    assert dist.group.WORLD is not None
-    ring = TcpRing(dist.group.WORLD, host=rank)
+def rank_main(
+    pipe: Connection, rank: int, store: str | None, sizes: list[int], repeats: int
+) -> None:
+    """One of two ranks, on one host if they have the `store` of a file. There rank 1 is asleep
+    after the start, so that rank 0 has the machine."""
+    ring = None
+    if store is None:
+        dist.init_process_group("gloo")
+        assert dist.group.WORLD is not None
+        ring = TcpRing(dist.group.WORLD, host=rank)
+    else:
+        dist.init_process_group("rota", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     window = rota.Window(max(sizes) // 4, dtype=torch.float32)
     for num_bytes in sizes:
-        num_calls = num_calls_of(num_bytes, *BETWEEN_HOSTS)
+        num_calls = num_calls_of(num_bytes, *(BETWEEN_HOSTS if ring else ON_ONE_HOST))
         if rank == 0:
-            calls = calls_between_hosts(window, ring, num_bytes)
-            pipe.send(measure(calls, num_calls, repeats))
-        else:
+            pipe.send(measure(calls_of(window, num_bytes, ring), num_calls, repeats))
+        elif ring is not None:
             for _ in range(1 + repeats * num_calls):
                 ring.move(to_send=0, to_recv=num_bytes)
                 ring.move(to_send=1, to_recv=0)
@@ -143,7 +135,8 @@ def main() -> None:
         envs = rank_environments([1, 1], network.serve_store()) if args.hosts else []
         todo = (args.sizes, args.repeats)
         for rank, env in enumerate(envs):
-            ranks.fork(rank_main_on_host, rank, *todo, namespace=network.hosts[rank].path, env=env)
+            namespace = network.hosts[rank].path
+            ranks.fork(rank_main, rank, None, *todo, namespace=namespace, env=env)
         for rank in range(0 if args.hosts else 2):
             ranks.fork(rank_main, rank, str(ranks.folder / "store"), *todo)
         rows, lines = [], []
