@@ -83,10 +83,6 @@ def parse_bucket_sizes(text: str) -> list[int]:
     return sizes
 
 
-def add_bucket_sizes(parser: Parser) -> None:
-    parser.add("--sizes", type=parse_bucket_sizes, default="25M,64M", help="of buckets")
-
-
 def add_message_sizes(parser: Parser, begin: str, end: str, factor: int) -> None:
     parser.add("-b", "--begin", type=parse_size, default=begin, help="smallest message")
     parser.add("-e", "--end", type=parse_size, default=end, help="largest message")

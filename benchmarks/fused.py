@@ -21,7 +21,7 @@ from typing import Any
 import amp_turn
 import hook_turn
 import traffic
-from arguments import FLOAT32_BYTES, Parser, add_bucket_sizes, add_common_arguments
+from arguments import FLOAT32_BYTES, Parser, add_common_arguments, parse_bucket_sizes
 from interleave import Measurement, measure_sizes
 from protocol import Entry
 from record import Run
@@ -107,7 +107,7 @@ def print_comparison(run: Run, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add("--hook", choices=HOOKS, help="what to time alone")
-    add_bucket_sizes(parser)
+    parser.add("--sizes", type=parse_bucket_sizes, default="25M,64M", help="of buckets")
     add_common_arguments(parser)
     parser.set_defaults(iters=10, warmup=2)  # a turn takes tens of ms
     args = parser.parse_args()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from dataclasses import dataclass, field
 
 import torch
 
@@ -30,18 +29,12 @@ PLAIN, TREE = "plain", "tree"
 LABELS = {PLAIN: "gradients of autograd", TREE: "rota.LogicalShards"}
 
 
-@dataclass
 class Variant:
-    model: train_gpt.GPT
-    shards: rota.LogicalShards
-    state: rota.HookState  # of a reduction without shards
-    step_ms: list[float] = field(default_factory=list)
-
-
-def make_variant(initial: train_gpt.GPT) -> Variant:
-    model = copy.deepcopy(initial)
-    state = rota.HookState(wire_dtype=torch.float32)
-    return Variant(model, rota.LogicalShards(model, NUM_SHARDS), state)
+    def __init__(self, initial: train_gpt.GPT) -> None:
+        self.model = copy.deepcopy(initial)
+        self.shards = rota.LogicalShards(self.model, NUM_SHARDS)
+        self.state = rota.HookState(wire_dtype=torch.float32)  # of a reduction without shards
+        self.step_ms: list[float] = []
 
 
 def backward(variant: Variant, text: torch.Tensor, shard: int) -> None:
@@ -81,7 +74,7 @@ def main() -> None:
         torch.manual_seed(args.seed)
         initial = train_gpt.GPT(train_gpt.SCALES["cpu"].config)
         text, _ = train_gpt.read_corpus()
-        variants = {name: make_variant(initial) for name in LABELS}
+        variants = {name: Variant(initial) for name in LABELS}
         for name, steps in turns.in_turns(variants, args.steps, console):
             for _ in steps:
                 take_step(name, variants[name], text)

@@ -21,6 +21,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,6 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 class AllReduce:
     """Every rank sums all gradients, which lie in buckets, and steps all parameters."""
 
-    label = "all-reduce of rota, AdamW on every rank"
-
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.forward: nn.Module = model
         self._parameters = list(model.parameters())
@@ -92,23 +91,15 @@ class AllReduce:
 class Servers:
     """Every rank is a server."""
 
-    label = "rota.ParameterServer"
-    replicas = 1
-
-    def __init__(self, model: nn.Module, kind: str) -> None:
+    def __init__(self, model: nn.Module, kind: str, replicas: int = 1) -> None:
         self.forward = model
-        self._server = ParameterServer(model, make_optimizer, replicas=self.replicas)
+        self._server = ParameterServer(model, make_optimizer, replicas=replicas)
 
     def exchange(self) -> None:
         self._server.step()
 
     def close(self) -> None:
         self._server.close()
-
-
-class ServersWithoutReplicas(Servers):
-    label = "rota.ParameterServer, replicas=0"
-    replicas = 0
 
 
 class RpcState:
@@ -153,8 +144,6 @@ def push_by_rpc(
 
 
 class Rpc:
-    label = "torch RPC, one server"
-
     def __init__(self, model: nn.Module, kind: str) -> None:
         global _rpc_state
         self.forward = model
@@ -174,11 +163,12 @@ class Rpc:
         dist.barrier()
 
 
-VARIANTS: dict[str, Callable[[nn.Module, str], Any]] = {
-    ALL_REDUCE: AllReduce,
-    "parameter server": Servers,
-    "without replicas": ServersWithoutReplicas,
-    "torch rpc": Rpc,
+# What to print, and what to call with the model and the kind.
+VARIANTS: dict[str, tuple[str, Callable[[nn.Module, str], Any]]] = {
+    ALL_REDUCE: ("all-reduce of rota, AdamW on every rank", AllReduce),
+    "parameter server": ("rota.ParameterServer", Servers),
+    "without replicas": ("rota.ParameterServer, replicas=0", partial(Servers, replicas=0)),
+    "torch rpc": ("torch RPC, one server", Rpc),
 }
 
 
@@ -188,7 +178,7 @@ def measure(size: str, kind: str, args: Any, console: Console) -> dict[str, list
     text, _ = train_gpt.read_corpus()
     torch.manual_seed(args.seed)
     initial = train_gpt.GPT(SIZES[size])
-    variants = {name: make(copy.deepcopy(initial), kind) for name, make in VARIANTS.items()}
+    variants = {name: make(copy.deepcopy(initial), kind) for name, (_, make) in VARIANTS.items()}
     step_ms: dict[str, list[float]] = {name: [] for name in variants}
 
     def backward(variant: Any, step: int) -> None:
@@ -228,7 +218,7 @@ def rows_of(size: str, kind: str, step_ms: dict[str, list[float]]) -> list[dict[
     median = {name: statistics.median(times) for name, times in step_ms.items()}
     return [
         {
-            "label": f"{size} {kind}: {VARIANTS[name].label}",  # type: ignore[attr-defined]
+            "label": f"{size} {kind}: {VARIANTS[name][0]}",
             "variant": name,
             "size": size,
             "kind": kind,

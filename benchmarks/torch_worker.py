@@ -94,14 +94,10 @@ class TorchRank:
         match turn.entry.api:
             case "numpy":
                 call = copy_call(turn)
-            case hook_turn.TORCH_HOOK:
-                group = self.groups[turn.entry.backend]
-                call, num_wrong = hook_turn.hook_call(turn, self.rota, group)
-            case hook_turn.ROTA_HOOK:
-                call, num_wrong = hook_turn.hook_call(turn, self.rota, None)
+            case hook_turn.TORCH_HOOK | hook_turn.ROTA_HOOK:
+                call, num_wrong = hook_turn.hook_call(turn, self.rota, self.group_of(turn.entry))
             case api if api in amp_turn.APIS:
-                group = self.groups[turn.entry.backend]
-                call, num_wrong = amp_turn.amp_call(turn, self.rota, group)
+                call, num_wrong = amp_turn.amp_call(turn, self.rota, self.group_of(turn.entry))
             case ddp_turn.DDP_STEP:
                 call = ddp_turn.step_call(turn)
             case _:

@@ -12,11 +12,11 @@ machine's cores; "tcp" sends the bytes over a plain connection and waits for one
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from statistics import median
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -40,13 +40,6 @@ BETWEEN_HOSTS = 200, 32 << 20
 
 def num_calls_of(num_bytes: int, max_calls: int, max_bytes: int) -> int:
     return max(2, min(max_calls, max_bytes // num_bytes))
-
-
-def microseconds_per_call(call: Call, num_calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(num_calls):
-        call()
-    return (time.perf_counter() - start) / num_calls * 1e6
 
 
 def calls_of(window: rota.Window, num_bytes: int, ring: TcpRing | None) -> dict[str, Call]:
@@ -81,7 +74,7 @@ def measure(calls: Mapping[str, Call], num_calls: int, repeats: int) -> dict[str
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            times[name].append(microseconds_per_call(call, num_calls))
+            times[name].append(timeit(call, number=num_calls) / num_calls * 1e6)
     return times
 
 
