@@ -1,4 +1,5 @@
-"""The benchmarks of `make gpu`, for a machine with an NVIDIA GPU; run.py starts the others.
+"""The benchmarks of `make gpu`, for a machine with an NVIDIA GPU. run.py starts the others; each by
+itself, and what it takes:
 
-PYTHONPATH=benchmarks python3 -m gpu.run
+    PYTHONPATH=python:benchmarks python3 -m gpu.NAME --help
 """

@@ -1,7 +1,5 @@
 """Every collective of rota beside NCCL's, by as many processes as there are GPUs.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.beside_nccl --sizes 1K,1M,256M
-
 Both go through torch.distributed on the current stream, take turns, and are checked at each size.
 A sample is of many calls in a row, so that the host runs ahead; a time is that of one call on the
 slowest rank. busbw is as nccl-tests defines it, and sizes are those of operations.py. On one GPU

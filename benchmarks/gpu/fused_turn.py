@@ -1,7 +1,5 @@
 """A mixed-precision step's work on a bucket: rota's pack and unpack, and three ways of torch's.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.fused_turn --sizes 64M,256M
-
 A step's work between backward and the optimizer's update: convert to the wire format and back,
 unscale and check for Inf, norm, clip. One rank, so nothing is reduced. A size is that of the
 float32 gradients in DDP's flat bucket; the parameters' gradients are views of it, each at a

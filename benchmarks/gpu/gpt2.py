@@ -1,8 +1,6 @@
 """A training step of GPT-2 (124 million parameters) under DDP: rota's hook, AMP and clipping beside
 torch's.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.gpt2
-
 One rank, so nothing is reduced: it shows what each side adds to a step, on the GPU and on the host.
 The model has random weights and random tokens. Both sides compute in float16 with a loss scale,
 send float16, clip by norm and update with fused AdamW; they take turns. Without transformers it is

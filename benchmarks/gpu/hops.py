@@ -1,7 +1,5 @@
 """The latency of a hop: a message from one rank to another that waits for its flag.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.hops
-
 A graph runs many all-reduces on the same few bytes, each after the one before; a time is that of
 a replay divided by their number, so it includes the gap between two nodes of a graph.
 

@@ -1,7 +1,5 @@
 """Gradients to the wire format and back, one launch each, compared with a copy and with torch.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.pack_unpack --sizes 64M,256M
-
 A size is that of the float32 gradients. Bytes are those of the gradients and the wire buffer,
 whatever an entry actually moves, so that TB/s of entries with the same wire dtype are comparable.
 """

@@ -1,7 +1,5 @@
 """A few rates of one GPU in seconds: enough to see whether they are as expected.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.smoke
-
 The other benchmarks here measure more, and longer.
 """
 

@@ -1,8 +1,6 @@
 """A million replayed all-reduces of ranks that wait for each other, with random delays, every bit
 checked.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.soak
-
 A graph runs a chain of all-reduces for every number of ranks, algorithm and size, while kernels of
 random lengths on another stream take multiprocessors and bandwidth away from some of the ranks'
 blocks. Graphs with other delays are replayed in random order.

@@ -1,7 +1,5 @@
 """Channels, slots and packets of the all-reduces whose ranks wait for each other, on one GPU.
 
-    PYTHONPATH=python:benchmarks python3 -m gpu.sweep --sizes 64M
-
 For 2, 4 and 8 local ranks: two_shot and ring with slots of several lengths and several numbers of
 channels, and the message sizes at which low_latency's packets, one_shot and two_shot are each the
 fastest. The numbers of csrc/schedule/tuning.h that no row of it has measured; ranks of one GPU show
