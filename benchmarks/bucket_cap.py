@@ -16,7 +16,7 @@ from typing import Any
 
 import ddp_turn
 import report
-from arguments import FLOAT32_BYTES, Parser, add_common_arguments, parse_each, parse_list
+from arguments import Parser, add_common_arguments, parse_each, parse_list
 from interleave import Measurement, measure
 from protocol import Entry
 from record import Run
@@ -69,9 +69,7 @@ def main() -> None:
         measurements = []
         for model in args.models if entries else []:
             num_elems = ddp_turn.num_parameters(model)
-            measurements += measure(
-                entries, ranks.ask, model, "float32", num_elems, FLOAT32_BYTES, args
-            )
+            measurements += measure(entries, ranks.ask, model, num_elems, args)
         rows = rows_of(measurements)
         by_model = {model: [r for r in rows if r["op"] == model] for model in args.models}
         lines = [

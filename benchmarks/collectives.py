@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import interleave
 import machine
 import mpi_env
@@ -37,16 +39,7 @@ from workers import Workers
 ALGORITHMS = ("auto", "one_shot", "two_shot", "ordered_ring", "ring")
 WIRE_DTYPES = ("none", "float16", "bfloat16", "float32")
 BACKENDS = ("rota", "gloo", "fake", "mpi", *mpi_env.IMPLEMENTATIONS)
-ITEM_BYTES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 ORDERS = ("rank", "tree")
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
 NOT_IN_MPI = ("float16", "bfloat16")
@@ -73,7 +66,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[int]]:
         "with rota also if each call waits for all ranks; a memcpy of as many bytes on every rank "
         "at once is always measured",
     )
-    add("--dtype", choices=ITEM_BYTES, default="float32", help="of the elements")
+    add("--dtype", choices=DTYPES, default="float32", help="of the elements")
     add_message_sizes(parser, "4", "64M", 4)
     for name, of, choices in (
         ("--algorithms", "rota.Communicator.all_reduce", ALGORITHMS),
@@ -104,7 +97,7 @@ def message_elems(args: argparse.Namespace, sizes: list[int]) -> list[int]:
     """Elements of the message at each size: at least one, or one per rank where it has parts."""
     if args.op == "barrier":
         return [0]
-    item_bytes = ITEM_BYTES[args.dtype]
+    item_bytes = getattr(torch, args.dtype).itemsize
     parts = OPERATIONS[args.op].num_parts(args.ranks)
     elems = [max(1, num_bytes // item_bytes // parts) * parts for num_bytes in sizes]
     return list(dict.fromkeys(elems))
@@ -170,10 +163,7 @@ def main() -> None:
         def ask(turn: Turn) -> list[Reply]:
             return mpi_ranks.get(turn.entry.backend, torch_ranks).ask(turn)
 
-        item_bytes = ITEM_BYTES[args.dtype]
-        measurements = interleave.measure_sizes(
-            entries, ask, args.op, args.dtype, sizes, item_bytes, args
-        )
+        measurements = interleave.measure_sizes(entries, ask, args.op, sizes, args, args.dtype)
         for ranks in mpi_ranks.values():
             ranks.stop()
         summary: dict[str, Any] = {}

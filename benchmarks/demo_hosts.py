@@ -49,7 +49,7 @@ from demo_hosts_report import (
 )
 from demo_model import train_gpt
 from demo_report import Result
-from host_network import HostNetwork, Traffic, rank_environments
+from host_network import HostNetwork, Traffic
 from hosts import add_hosts, parse_rate
 from record import Run
 from workers import Workers
@@ -111,11 +111,10 @@ def train(args: argparse.Namespace, rate: str | None, seed: int, variants: Seque
         HostNetwork(len(args.hosts), rate) as network,
         Workers(timeout_s=2 * 60 * local_sgd.MAX_MINUTES) as ranks,
     ):
-        for env in rank_environments(args.hosts, network.serve_store()):
-            namespace = network.hosts[int(env["GROUP_RANK"])].path
+        for place in network.places(args.hosts):
             # A rank that waits long for a core is not lost.
-            env["ROTA_HOST_SILENCE_MS"] = "30000"
-            ranks.fork(rank_main, job, namespace=namespace, env=env)
+            place["env"]["ROTA_HOST_SILENCE_MS"] = "30000"
+            ranks.fork(rank_main, job, **place)
         results = ranks.recv_all()[0]
         return AtRate(str(rate or "unlimited"), network.describe(), results)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import rota
 from arguments import Parser, parse_natural
-from host_network import HostNetwork, NotAvailable, rank_environments
+from host_network import HostNetwork, NotAvailable
 from record import Run
 from report import print_table
 from workers import Workers
@@ -121,9 +121,8 @@ def host_rank_main(pipe: Connection) -> None:
 def host_trial(event_of: Callable[[HostNetwork, Workers], object]) -> float:
     """Causes an event on host 1; returns the milliseconds until all of host 0 had exceptions."""
     with HostNetwork(len(RANKS_PER_HOST)) as network, Workers() as ranks:
-        for env in rank_environments(RANKS_PER_HOST, network.serve_store()):
-            namespace = network.hosts[int(env["GROUP_RANK"])].path
-            ranks.fork(host_rank_main, namespace=namespace, env=env)
+        for place in network.places(RANKS_PER_HOST):
+            ranks.fork(host_rank_main, **place)
         ranks.recv_all()
         time.sleep(SETTLE_S)
         event = time.monotonic_ns()

@@ -118,9 +118,7 @@ def main() -> None:
         chosen = HOOK_ENTRIES if args.hook else ENTRIES
         entries, versions = start_torch_ranks(ranks, run, args.ranks, chosen)
         elems = [num_bytes // FLOAT32_BYTES for num_bytes in args.sizes]
-        measurements = measure_sizes(
-            entries, ranks.ask, args.hook or TURN, "float32", elems, FLOAT32_BYTES, args
-        )
+        measurements = measure_sizes(entries, ranks.ask, args.hook or TURN, elems, args)
         libraries = {"torch": versions}
         if args.hook:
             return run.publish(measurements, libraries)

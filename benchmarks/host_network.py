@@ -281,6 +281,12 @@ class HostNetwork:
         self._stores.append(store)
         return store
 
+    def places(self, num_ranks_per_host: Sequence[int]) -> list[dict[str, Any]]:
+        """The arguments of Workers.fork that start each rank on its host, with an empty store."""
+        environments = rank_environments(num_ranks_per_host, self.serve_store())
+        paths = [host.path for host in self.hosts]
+        return [{"namespace": paths[int(env["GROUP_RANK"])], "env": env} for env in environments]
+
     def set_rate(self, rate: str | None, host: int | None = None) -> None:
         """Changes the rate of a host's link in both directions, or that of all."""
         shape = "noqueue"

@@ -44,7 +44,7 @@ from arguments import (
     sizes_of,
 )
 from exact import MAX_FLOAT8_SUM
-from host_network import HostNetwork, rank_environments, rate_bits_per_s
+from host_network import HostNetwork, rate_bits_per_s
 from interleave import Measurement
 from protocol import Entry, Hello, Reply, Turn, time_samples
 from record import Run
@@ -244,8 +244,8 @@ def wire_bytes_per_elem(entry: Entry) -> float:
     """Bytes of a float32 element between hosts, with its share of a block's scale."""
     if entry.wire_dtype is None:
         return FLOAT32_BYTES
-    wire = error_bound.rota_wire(getattr(torch, entry.wire_dtype), is_float8(entry.wire_dtype))
-    return wire.dtype.itemsize + (1 / wire.block_elems if wire.block_elems else 0.0)
+    dtype = getattr(torch, entry.wire_dtype)
+    return error_bound.rota_wire(dtype, is_float8(entry.wire_dtype)).elem_bytes
 
 
 def goodput_of(measurements: Sequence[Measurement], num_hosts: int) -> float | None:
@@ -336,16 +336,13 @@ def main() -> None:
         Workers(args.timeout) as ranks,
     ):
         wire_dtypes = args.wire_dtypes if "rota" in args.backends else []
-        for env in rank_environments(args.hosts, network.serve_store()):
-            namespace = network.hosts[int(env["GROUP_RANK"])].path
-            ranks.fork(rank_main, args.hosts, wire_dtypes, namespace=namespace, env=env)
+        for place in network.places(args.hosts):
+            ranks.fork(rank_main, args.hosts, wire_dtypes, **place)
         entries, versions = greet(ranks, run, entries_of(args))
         if not entries:
             sys.exit("error: none of the backends asked for can be measured")
         counter = WireCounter(network, ranks)
-        measurements = interleave.measure_sizes(
-            entries, counter.ask, "all_reduce", "float32", sizes, FLOAT32_BYTES, args
-        )
+        measurements = interleave.measure_sizes(entries, counter.ask, "all_reduce", sizes, args)
         rows = rows_of(measurements, counter, len(args.hosts))
         goodput = goodput_of(measurements, len(args.hosts))
         print_rows(run, rows)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -60,13 +61,13 @@ def measure(
     entries: Sequence[Entry],
     ask: Ask,
     op: str,
-    dtype: str,
     num_elems: int,
-    item_bytes: int,
     args: argparse.Namespace,
+    dtype: str = "float32",
 ) -> list[Measurement]:
     """Measures all `entries` at one size, in turns; `args` are those of
     arguments.add_measuring_arguments."""
+    num_bytes = num_elems * getattr(torch, dtype).itemsize
     results = []
     for entry in entries:
         batch = 1
@@ -76,7 +77,7 @@ def measure(
             batch = min(MAX_BATCH, math.ceil(MIN_SAMPLE_US / call_us))
             if call_us > SURELY_LONG_US:
                 break
-        results.append(Measurement(entry, op, num_elems, num_elems * item_bytes, batch))
+        results.append(Measurement(entry, op, num_elems, num_bytes, batch))
 
     checks = args.check and num_elems > 0  # a barrier has no result
     for repeat in range(args.repeats):
@@ -96,10 +97,9 @@ def measure_sizes(
     entries: Sequence[Entry],
     ask: Ask,
     op: str,
-    dtype: str,
     sizes: Sequence[int],
-    item_bytes: int,
     args: argparse.Namespace,
+    dtype: str = "float32",
 ) -> list[Measurement]:
     """The same at several sizes, in elements; shows how far it is."""
     progress = Console(stderr=True)
@@ -109,7 +109,7 @@ def measure_sizes(
     return [
         result
         for num_elems in shown
-        for result in measure(entries, ask, op, dtype, num_elems, item_bytes, args)
+        for result in measure(entries, ask, op, num_elems, args, dtype)
     ]
 
 

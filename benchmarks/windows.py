@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import rota
 from arguments import Parser, parse_bucket_sizes, parse_natural
-from host_network import HostNetwork, rank_environments
+from host_network import HostNetwork
 from hosts import TcpRing, parse_rate
 from record import Run
 from report import print_table
@@ -121,17 +121,15 @@ def main() -> None:
     name = f"windows-hosts-1+1-{args.rate or 'unlimited'}" if args.hosts else "windows"
 
     with Run("windows", 2, args, name) as run, ExitStack() as stack:
+        places: list[dict[str, Any]] = [{}, {}]
         if args.hosts:
             network = stack.enter_context(HostNetwork(2, args.rate))
             run.note(f"hosts are namespaces on one machine: {network.describe()}")
+            places = network.places([1, 1])
         ranks = stack.enter_context(Workers(timeout_s=3600))
-        envs = rank_environments([1, 1], network.serve_store()) if args.hosts else []
-        todo = (args.sizes, args.repeats)
-        for rank, env in enumerate(envs):
-            namespace = network.hosts[rank].path
-            ranks.fork(rank_main, rank, None, *todo, namespace=namespace, env=env)
-        for rank in range(0 if args.hosts else 2):
-            ranks.fork(rank_main, rank, str(ranks.folder / "store"), *todo)
+        store = None if args.hosts else str(ranks.folder / "store")
+        for rank, place in enumerate(places):
+            ranks.fork(rank_main, rank, store, args.sizes, args.repeats, **place)
         rows, lines = [], []
         for num_bytes in args.sizes:
             times: dict[str, list[float]] = ranks.recv(0)
