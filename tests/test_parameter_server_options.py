@@ -85,7 +85,8 @@ def test_narrow_wire_rounds_each_push_once(
             sent.append([torch.zeros(size) for size in sizes])
             for i, gradient in enumerate(gradients):
                 value = gradient + residuals[worker][i] if error_feedback else gradient
-                sent[worker][i] = rounded(value, Format(wire_dtype, block_scaling))
+                wire = Format(wire_dtype, block_scaling)
+                sent[worker][i] = torch.from_numpy(rounded(value.numpy(), wire))
                 residuals[worker][i] = value - sent[worker][i]
         for i in range(len(sizes)):
             if mode == "sync":
