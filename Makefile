@@ -109,7 +109,7 @@ CUDA_TESTS := cuda_fallbacks cuda_teardown demo_devices doctor gpu_run gpu_self_
   amp autoload backend backend_methods compile errors fsdp functional_collectives fused_hook hooks \
   init profiler reduce_gradients
 
-# About 15 minutes on two cores: the packages 2, the build 8, the tests 5.
+# About 30 minutes on two cores: the packages 2, the build 10, the tests on the GPU 6, the others 10.
 check-cuda: $(CUDA_VENV)/.built
 	$(CUDA_PYTHON) -m rota doctor
 	$(CUDA_PYTHON) tests/machine_code.py
