@@ -19,7 +19,7 @@ from checkpoints import (
     save_steps,
     wait_until_ended,
 )
-from ranks import Rank, Ranks, on_ranks, run_ranks
+from ranks import Rank, Ranks, check_error, error_of, on_ranks, run_ranks
 from rota.checkpoint.replicas import replica_holders
 from rota.checkpoint.session import RankClaim
 from rota.engine import Engine
@@ -196,4 +196,6 @@ def test_engine_may_be_any_group(rank: Rank, job: str, backend: str, replicate: 
         save_steps(checkpoint, rank.rank, range(3))
         assert load_step(checkpoint, rank.rank) == 2
         assert len(checkpoint._holdings.identities()) == (2 if replicate else 1)
+        # All have failed, and each raises its own error, not that its replica is missing.
+        check_error(error_of(checkpoint.save, 2, {}), "ValueError", "steps must grow")
         dist.barrier()

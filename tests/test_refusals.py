@@ -72,6 +72,7 @@ CASES: list[tuple[Callable[..., object], dict[str, Any], str, str]] = [
     (server, {"timeout": 3}, "TypeError", "timeout is 3"),
     (server, {"has_parameters": False}, "TypeError", "of type NoneType"),
     (server, {"delay_compensation": "a"}, "TypeError", "delay_compensation is 'a'"),
+    (hook_state, {"inter_wire_dtype": torch.int8}, "TypeError", WIRE + "torch.int8"),
     (hook_state, {"replicas": 3}, "TypeError", "replicas is 3"),
     (hook_state, {"seed": -1}, "ValueError", "seed is -1"),
     (hook_state, {"model": 3}, "TypeError", "int"),

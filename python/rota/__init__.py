@@ -73,6 +73,7 @@ rota_autoload.register()
 _SUBMODULES = ("checkpoint", "elastic", "fsdp", "gpu", "local_sgd", "parameter_server", "weights")
 # Names of these submodules that users look for here, and where they are.
 _PLACES = {
+    "Checkpoint": "checkpoint",
     "DiLoCo": "local_sgd",
     "GradientBucket": "gpu",
     "LocalGroup": "gpu",

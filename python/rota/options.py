@@ -35,9 +35,11 @@ def check_model(caller: str, model: object) -> None:
         )
 
 
-def check_wire(caller: str, wire_dtype: object, block_scaling: bool) -> None:
+def check_wire(
+    caller: str, wire_dtype: object, block_scaling: bool, name: str = "wire_dtype"
+) -> None:
     if wire_dtype not in _WIRE_DTYPES:
-        raise TypeError(f"{caller}: wire_dtype is {wire_dtype!r}, expected one of {_WIRE_DTYPES}")
+        raise TypeError(f"{caller}: {name} is {wire_dtype!r}, expected one of {_WIRE_DTYPES}")
     if block_scaling and wire_dtype not in _NARROW_DTYPES:
         raise ValueError(
             f"{caller}: block_scaling is for {_NARROW_DTYPES}; {wire_dtype} has the range of "

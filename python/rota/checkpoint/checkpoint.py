@@ -186,8 +186,9 @@ class Checkpoint:
                 version = write_version(
                     Contents.of(state), identity, self._rank, self._holdings.room
                 )
-            except Exception:  # raised once the next host knows
-                exchange(None)
+            except Exception:  # raised once the next host knows, also if that has failed
+                with contextlib.suppress(RotaError):
+                    exchange(None)
                 raise
             exchange(version)
             self._holdings.ensure_keeper()

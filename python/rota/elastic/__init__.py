@@ -15,3 +15,9 @@ __all__ = [
     "Reservation",
     "State",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Checkpoint":
+        raise AttributeError("rota.elastic.Checkpoint is rota.checkpoint.Checkpoint")
+    raise AttributeError(f"module 'rota.elastic' has no attribute {name!r}")

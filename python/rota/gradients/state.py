@@ -143,7 +143,7 @@ class HookState:
             options.check_wire("rota.HookState", wire_dtype or torch.float32, in_blocks)
             if inter_wire_dtype is not None:
                 between = options.scales_blocks(inter_wire_dtype)
-                options.check_wire("rota.HookState", inter_wire_dtype, between)
+                options.check_wire("rota.HookState", inter_wire_dtype, between, "inter_wire_dtype")
             options.check_factor("gradient_predivide_factor", gradient_predivide_factor)
             options.check_factor("loss_scale", loss_scale)
             options.check_seed("rota.HookState", seed)
