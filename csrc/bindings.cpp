@@ -6,6 +6,7 @@
 #include <pybind11/functional.h>
 
 #include "base/build_id.h"
+#include "base/exact_sum.h"
 #include "base/wire_format.h"
 #include "c10d/process_group.h"
 #include "cpu/element_loops.h"
@@ -13,6 +14,7 @@
 #include "schedule/chunk.h"
 #include "schedule/cost.h"
 #include "schedule/direct.h"
+#include "schedule/pieces.h"
 #include "schedule/rank_set.h"
 #include "schedule/ring.h"
 #include "schedule/select.h"
@@ -24,6 +26,7 @@
 #include "tensor/heap_tensor.h"
 #include "tensor/hosts/torch_connections.h"
 #include "tensor/options.h"
+#include "tensor/sharded_bucket.h"
 #include "tensor/signals.h"
 #include "tensor/stored_bytes.h"
 #include "tensor/tensor_checks.h"
@@ -242,6 +245,52 @@ void translate_error(std::exception_ptr exception) {
   }
 }
 
+void bind_sharded_buckets(py::module_& module) {
+  using rota::cpu::UpdateStep;
+  py::class_<UpdateStep>(module, "UpdateStep")
+      .def(py::init([](bool is_adam, float gradient_factor, float l2, float kept, float size,
+                       float momentum, float fresh, float beta2, float fresh_square,
+                       float correction, float eps, bool is_nesterov, bool is_first) {
+             return UpdateStep{is_adam ? UpdateStep::Kind::kAdam : UpdateStep::Kind::kSgd,
+                               gradient_factor,
+                               l2,
+                               kept,
+                               size,
+                               momentum,
+                               fresh,
+                               beta2,
+                               fresh_square,
+                               correction,
+                               eps,
+                               is_nesterov,
+                               is_first};
+           }),
+           py::kw_only(), py::arg("is_adam"), py::arg("gradient_factor") = 1.0f,
+           py::arg("l2") = 0.0f, py::arg("kept") = 1.0f, py::arg("size"),
+           py::arg("momentum") = 0.0f, py::arg("fresh") = 1.0f, py::arg("beta2") = 0.0f,
+           py::arg("fresh_square") = 0.0f, py::arg("correction") = 1.0f, py::arg("eps") = 0.0f,
+           py::arg("is_nesterov") = false, py::arg("is_first") = false);
+  using OptionalTensor = std::optional<at::Tensor>;
+  py::class_<ShardedBucket, std::shared_ptr<ShardedBucket>>(module, "ShardedBucket")
+      .def(py::init<std::vector<at::Tensor>, const at::Tensor&, int, int>(), py::arg("parameters"),
+           py::arg("pieces"), py::arg("rank"), py::arg("world_size"))
+      .def(
+          "set_state",
+          [](ShardedBucket& self, size_t piece, const OptionalTensor& parameters,
+             const OptionalTensor& momentum, const OptionalTensor& squares,
+             const OptionalTensor& largest) {
+            self.set_state(piece, {parameters, momentum, squares, largest});
+          },
+          py::arg("piece"), py::kw_only(), py::arg("parameters") = py::none(),
+          py::arg("momentum") = py::none(), py::arg("squares") = py::none(),
+          py::arg("largest") = py::none())
+      .def_property_readonly("sums", &ShardedBucket::sums);
+  module.attr("LEAF_ELEMS") = schedule::kLeafElems;
+  module.attr("TILE_ELEMS") = rota::kTileElems;
+  module.attr("SHARD_STATS") = 1 + rota::ExactSum::kNumWords;
+  module.attr("SQUARES_UNIT_EXPONENT") = rota::ExactSum::kUnitExponent;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -285,6 +334,7 @@ PYBIND11_MODULE(_C, module) {
   bind_gpu_self_test(module);
   bind_windows(module);
 
+  bind_sharded_buckets(module);
   bind_communicator(module);
   add_gpu_classes(module);
 

@@ -11,18 +11,6 @@ namespace {
 
 using schedule::Range;
 
-struct alignas(64) Floats {
-  float values[kTileElems];
-};
-
-// A tile in the wire format, sized for the widest dtype and the shortest blocks.
-struct alignas(64) Encoded {
-  std::byte payload[kTileElems * sizeof(float)];
-  std::byte scales[kTileElems / block_scaling(DType::kFloat8E4M3).block_elems];
-
-  WirePlace place() { return {payload, scales}; }
-};
-
 // Ranges start at a tile. Calls body(tile, offset): the tile in elements of the tensor, and its
 // offset in the range.
 template <typename Body>
@@ -50,64 +38,30 @@ BucketReducer::BucketReducer(const Call& call, const Buffers& buffers, int rank,
       dtype_(call.dtype),
       wire_(call.wire),
       pass_(call.pass),
-      residual_(buffers.residual),
+      packer_(call, buffers, rank),
       measures_(buffers.measures),
-      rank_(rank),
       world_size_(world_size),
       order_(call.order),
       loops_(element_loops()),
       wire_loops_(loops_.wire(call.wire)) {}
 
-void BucketReducer::encode(const float* src, const WirePlace& wire, const Range& tile, float factor,
-                           int stream) const {
-  if (!pass_.stochastic_seed) return wire_loops_.encode(src, wire, tile.num_elems, factor);
-  const uint32_t key =
-      tile_key(*pass_.stochastic_seed, static_cast<uint64_t>(stream), tile.begin / kTileElems);
-  wire_loops_.encode_at_random(src, wire, tile.num_elems, factor, key);
-}
-
-void BucketReducer::pack_tile(const Range& tile, const WirePlace& wire) const {
-  Floats converted;
-  const auto* gradients = reinterpret_cast<const float*>(data(tile.begin));
-  if (dtype_ != DType::kFloat32) {
-    loops_.convert(dtype_, DType::kFloat32)(data(tile.begin), converted.values, tile.num_elems);
-    gradients = converted.values;
-  }
-  if (residual_ == nullptr) {
-    return encode(gradients, wire, tile, pass_.contribution_factor, rank_);
-  }
-  // Error feedback (Seide et al. 2014): the residual is kept in units of the result, which stay
-  // the same when the loss scale changes.
-  float* residual = residual_ + tile.begin;
-  Floats wanted, sent;
-  for (size_t i = 0; i < tile.num_elems; ++i) {
-    wanted.values[i] = gradients[i] * pass_.contribution_factor + residual[i] / pass_.result_factor;
-  }
-  encode(wanted.values, wire, tile, 1, rank_);
-  wire_loops_.decode_sum({&wire, 1}, sent.values, tile.num_elems, 1);
-  for (size_t i = 0; i < tile.num_elems; ++i) {
-    const float lost = (wanted.values[i] - sent.values[i]) * pass_.result_factor;
-    residual[i] = std::isfinite(lost) ? lost : 0;
-  }
-}
-
 // This rank's contribution as its receivers decode it.
 void BucketReducer::round_contribution(const Range& tile, float* rounded) const {
-  Encoded own;
+  EncodedTile own;
   const WirePlace place = own.place();
   pack_tile(tile, place);
   wire_loops_.decode_sum({&place, 1}, rounded, tile.num_elems, 1);
 }
 
 void BucketReducer::add_contribution(const float* partial, const Range& tile, float* sums) const {
-  Floats own;
+  TileFloats own;
   round_contribution(tile, own.values);
   const void* srcs[] = {partial, own.values};
   loops_.reduce(DType::kFloat32, ReduceOp::kSum)({srcs, 2}, sums, tile.num_elems, 1);
 }
 
 void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const {
-  Floats converted;
+  TileFloats converted;
   const bool is_float32 = dtype_ == DType::kFloat32;
   std::byte* out = data(tile.begin);
   float* results = is_float32 ? reinterpret_cast<float*>(out) : converted.values;
@@ -135,7 +89,7 @@ void BucketReducer::finish_tile(float* sums, const Range& tile, const WirePlace&
   } else {
     for (size_t i = 0; i < tile.num_elems; ++i) sums[i] /= pass_.divisor;
   }
-  encode(sums, wire, tile, factor, kResultStream);
+  packer_.encode(sums, wire, tile.num_elems, factor, {kResultStream, tile.begin / kTileElems});
   unpack_tile(wire, tile);
 }
 
@@ -159,7 +113,7 @@ void BucketReducer::unpack(const WirePlace& wire, const Range& range) const {
 void BucketReducer::sum_contributions(std::span<const WirePlace> srcs,
                                       const schedule::Additions& additions, const Range& tile,
                                       uint64_t begin, float* sums) const {
-  Encoded own;
+  EncodedTile own;
   WirePlace tile_srcs[kMaxWorldSize];
   for (size_t i = 0; i < srcs.size(); ++i) {
     tile_srcs[i] = is_from_tensor(srcs[i]) ? own.place() : wire_.from(srcs[i], begin);
@@ -172,8 +126,8 @@ void BucketReducer::sum_contributions(std::span<const WirePlace> srcs,
 void BucketReducer::reduce(const WirePlace* srcs, const Range& range,
                            std::span<const WirePlace> wire_outs) const {
   const schedule::Additions additions(order_, world_size_);
-  Floats sums;
-  Encoded result;
+  TileFloats sums;
+  EncodedTile result;
   for_each_tile(range, [&](const Range& tile, uint64_t begin) {
     sum_contributions({srcs, static_cast<size_t>(world_size_)}, additions, tile, begin,
                       sums.values);
@@ -202,7 +156,7 @@ void BucketReducer::add_to_partial(const std::byte* partial, const Range& range,
 
 void BucketReducer::finish_partial(const std::byte* partial, const Range& range,
                                    const WirePlace& wire) const {
-  Floats sums;
+  TileFloats sums;
   for_each_tile(range, [&](const Range& tile, uint64_t begin) {
     add_contribution(reinterpret_cast<const float*>(partial) + begin, tile, sums.values);
     finish_tile(sums.values, tile, wire_.from(wire, begin));
@@ -223,7 +177,7 @@ void BucketReducer::sum_partials(std::span<const std::byte* const> partials, con
   const schedule::Additions additions(order_, num_partials);
   const ReduceFn add = loops_.reduce(DType::kFloat32, ReduceOp::kSum);
   const void* srcs[kMaxWorldSize / 2];
-  Floats sums;
+  TileFloats sums;
   for_each_tile(range, [&](const Range& tile, uint64_t begin) {
     for (size_t i = 0; i < partials.size(); ++i) srcs[i] = partials[i] + begin * hop_bytes();
     add({srcs, num_partials, additions.of_ranks()}, sums.values, tile.num_elems, 1);

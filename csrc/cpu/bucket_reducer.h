@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <span>
 
+#include "cpu/bucket_packer.h"
 #include "cpu/buffers.h"
 #include "cpu/element_loops.h"
 #include "cpu/reducer.h"
@@ -43,9 +44,9 @@ class BucketReducer {
 
  private:
   std::byte* data(uint64_t elem) const { return data_ + elem * info(dtype_).num_bytes; }
-  void encode(const float* src, const WirePlace& wire, const schedule::Range& tile, float factor,
-              int stream) const;
-  void pack_tile(const schedule::Range& tile, const WirePlace& wire) const;
+  void pack_tile(const schedule::Range& tile, const WirePlace& wire) const {
+    packer_.pack(tile, tile.begin / kTileElems, wire);
+  }
   void round_contribution(const schedule::Range& tile, float* rounded) const;
   void add_contribution(const float* partial, const schedule::Range& tile, float* sums) const;
   void sum_contributions(std::span<const WirePlace> srcs, const schedule::Additions& additions,
@@ -58,9 +59,8 @@ class BucketReducer {
   DType dtype_;
   WireFormat wire_;
   BucketPass pass_;
-  float* residual_;
+  BucketPacker packer_;
   BucketMeasures* measures_;
-  int rank_;
   int world_size_;
   schedule::SumOrder order_;
   const ElementLoops& loops_;

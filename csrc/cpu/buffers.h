@@ -4,14 +4,17 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "base/fixed_tree.h"
 #include "base/limits.h"
 #include "base/tile.h"
 #include "cpu/copy.h"
+#include "cpu/element_loops.h"
 #include "schedule/call.h"
 #include "schedule/chunk.h"
+#include "schedule/pieces.h"
 
 namespace rota::cpu {
 
@@ -78,6 +81,18 @@ inline void copy_own(const Call& call, const Part& from, const Part& to,
   if (from.data != to.data) output.copy(to.data, from.data, bytes_of(call, from));
 }
 
+// What update_shards needs besides the sums: for each piece of the bucket, where its elements lie
+// in this rank's parameters, and for those of this rank, its state.
+// By piece; none: its elements stay as they are, but travel, too.
+using UpdateSteps = std::vector<std::optional<UpdateStep>>;
+struct ShardUpdate {
+  std::vector<std::byte*> data;
+  // Of other ranks' pieces: nothing. gradients: unused. parameters: null if the elements at `data`
+  // are float32 themselves.
+  std::vector<UpdateState> states;
+  UpdateSteps steps;
+};
+
 // A collective uses the members that its row in schedule/collective.h names.
 struct Buffers {
   void* data = nullptr;  // of one in place
@@ -90,6 +105,10 @@ struct Buffers {
   // They are added to the next contributions and then replaced. Null: no error feedback.
   float* residual = nullptr;
   BucketMeasures* measures = nullptr;  // for reduce_bucket; null: nothing is measured
+  // For reduce_shards and update_shards.
+  const schedule::Pieces* pieces = nullptr;
+  float* sums = nullptr;  // of this rank's row of pieces
+  const ShardUpdate* update = nullptr;
 };
 
 // What peers can read in this rank's heap instead of receiving it through slots.

@@ -46,6 +46,34 @@ struct WireLoops {
                      float factor);
 };
 
+// One step of an optimizer, with the numbers that are the same for all elements of a parameter.
+struct UpdateStep {
+  enum class Kind : uint8_t { kAdam, kSgd };
+
+  Kind kind;
+  float gradient_factor;   // multiplies the gradient first; negative to maximize
+  float l2 = 0;            // of the parameter, added to the gradient
+  float kept = 1;          // multiplies the parameter: decoupled weight decay
+  float size;              // of the step: lr, divided by Adam's first bias correction
+  float momentum;          // Adam: beta1
+  float fresh;             // what the gradient adds to the momentum: 1 - beta1, or 1 - dampening
+  float beta2 = 0;         // Adam only, as the rest
+  float fresh_square = 0;  // 1 - beta2
+  float correction = 1;    // the root of the second bias correction
+  float eps = 0;
+  bool is_nesterov = false;  // SGD only
+  bool is_first = false;     // likewise: the momentum is the gradient
+};
+
+// The state of so many elements; null for what the step has not.
+struct UpdateState {
+  const float* gradients;
+  float* parameters;
+  float* momentum;  // Adam: exp_avg
+  float* squares;   // exp_avg_sq
+  float* largest;   // max_exp_avg_sq
+};
+
 struct ElementLoops {
   std::string_view isa;
   ReduceFn reduce_fns[kNumDTypes][kNumReduceOps];  // nullptr where the op is not defined
@@ -54,6 +82,9 @@ struct ElementLoops {
   WireLoops wire_loops[kNumDTypes][2];  // [dtype][is_block_scaled]
   // Sums in float64, in a fixed order. The result is finite if and only if all elements are.
   double (*sum_of_squares)(const float* src, size_t num_elems);
+  // Adam (Kingma & Ba 2014), with AMSGrad (Reddi et al. 2018) if `largest` is there, and decoupled
+  // weight decay (Loshchilov & Hutter 2017) by `kept`; or SGD with momentum. As torch.optim's.
+  void (*update)(const UpdateStep& step, const UpdateState& state, size_t num_elems);
 
   ReduceFn reduce(DType dtype, ReduceOp op) const {
     return reduce_fns[static_cast<size_t>(dtype)][static_cast<size_t>(op)];

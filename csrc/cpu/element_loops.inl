@@ -12,6 +12,7 @@
 #include "cpu/lanes.inl"
 #include "cpu/wire_roundings.inl"
 #include "cpu/wire_loops.inl"
+#include "cpu/update_loops.inl"
 // clang-format on
 
 namespace rota::cpu::ROTA_ISA_NAMESPACE {
@@ -233,7 +234,7 @@ constexpr void fill_wire(ElementLoops& table) {
 }
 template <size_t... dtypes>
 constexpr ElementLoops make_table(std::string_view isa, std::index_sequence<dtypes...>) {
-  ElementLoops table{isa, {}, {}, {}, sum_of_squares};
+  ElementLoops table{isa, {}, {}, {}, sum_of_squares, update};
   (fill_wire<dtypes>(table), ...);
   (fill_reduce<dtypes>(table, std::make_index_sequence<kNumReduceOps>{}), ...);
   (fill_convert<dtypes>(table, std::make_index_sequence<kNumDTypes>{}), ...);

@@ -81,9 +81,10 @@ class Exchange {
   int world_size() const { return transport_.world_size(); }
   size_t slot_bytes() const { return transport_.geometry().slot_bytes; }
   // How long a chunk may be in a slot that holds one for each other rank, in whole cache lines.
-  size_t share_of_slot() const {
-    const auto num_receivers = static_cast<size_t>(std::max(world_size() - 1, 1));
-    return slot_bytes() / num_receivers / kCacheLineBytes * kCacheLineBytes;
+  size_t share_of_slot() const { return share_of_slot(slot_bytes(), world_size()); }
+  static size_t share_of_slot(size_t slot_bytes, int world_size) {
+    const auto num_receivers = static_cast<size_t>(std::max(world_size - 1, 1));
+    return slot_bytes / num_receivers / kCacheLineBytes * kCacheLineBytes;
   }
 
   // For collectives that copy and do not reduce; call before the first round. longest: bytes of the

@@ -4,6 +4,8 @@ namespace rota::cpu {
 
 // Each is defined in the file of its collective.
 extern const Executor& all_reduce_executor;  // also reduce_bucket and reduce
+extern const Executor& reduce_shards_executor;
+extern const Executor& update_shards_executor;
 extern const Executor& reduce_scatter_executor;
 extern const Executor& broadcast_executor;
 extern const Executor& all_gather_executor;
@@ -35,6 +37,10 @@ const Executor& executor_of(const Call& call) {
     case CollectiveKind::kReduceBucket:
     case CollectiveKind::kReduce:
       return all_reduce_executor;
+    case CollectiveKind::kReduceShards:
+      return reduce_shards_executor;
+    case CollectiveKind::kUpdateShards:
+      return update_shards_executor;
     case CollectiveKind::kReduceScatter:
       return reduce_scatter_executor;
     case CollectiveKind::kBroadcast:

@@ -172,6 +172,8 @@ LaunchRequest request_for(const Call& call, int world_size) {
       return copy(Kernel::kAllGather, static_cast<uint64_t>(world_size) * call.num_bytes());
     case CollectiveKind::kSendRecv:
       return copy(Kernel::kTransfer, call.num_bytes());
+    case CollectiveKind::kReduceShards:
+    case CollectiveKind::kUpdateShards:
     case CollectiveKind::kGather:
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:

@@ -38,6 +38,8 @@ void execute(const Task& task) {
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:
       return run([&] { exchange_parts(task); });
+    case CollectiveKind::kReduceShards:
+    case CollectiveKind::kUpdateShards:
     case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       return run([] {});

@@ -72,16 +72,22 @@ std::string Call::to_string() const {
     return is_between_gpus ? "connect_device()" : join(row.name(), "()");
   }
   std::string text = join(row.name(), '(');
-  if (row.reduces && kind != CollectiveKind::kReduceBucket) text += join(name(op), ", ");
+  const bool is_bucket =
+      kind == CollectiveKind::kReduceBucket || kind == CollectiveKind::kReduceShards;
+  if (row.reduces && !is_bucket) text += join(name(op), ", ");
   text += std::string(name(dtype));
   if (kind != CollectiveKind::kAllToAll) text += join('[', num_elems, ']');
-  if (uneven != 0) text += join(" in unequal parts ", uneven);
+  if (kind == CollectiveKind::kUpdateShards) {
+    text += join(", options and pieces ", uneven);
+  } else if (uneven != 0) {
+    text += join(" in unequal parts ", uneven);
+  }
   if (row.has_root()) text += join(", root ", root);
   if (kind == CollectiveKind::kAllReduce || kind == CollectiveKind::kReduceBucket) {
     text += join(", ", name(algorithm));
   }
   if (node_size != 0) text += join(", nodes of ", node_size);
-  if (kind == CollectiveKind::kReduceBucket) {
+  if (is_bucket) {
     text += join(wire_text(wire), ", ", text_of(pass.contribution_factor), " * sum / ",
                  text_of(pass.divisor), " * ", text_of(pass.result_factor));
     if (pass.has_residual) text += ", residual";

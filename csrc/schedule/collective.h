@@ -12,6 +12,8 @@ namespace rota {
 enum class CollectiveKind : uint8_t {
   kAllReduce,
   kReduceBucket,
+  kReduceShards,
+  kUpdateShards,
   kReduce,
   kReduceScatter,
   kBroadcast,
@@ -44,9 +46,11 @@ struct CollectiveRow {
 };
 
 // By CollectiveKind. A transfer between two ranks is no collective; its row only names it.
-inline constexpr std::array<CollectiveRow, 11> kCollectives{{
+inline constexpr std::array<CollectiveRow, 13> kCollectives{{
     {"rota:all_reduce", Ranks::kAll, Ranks::kAll, true, false, false, true},
     {"rota:reduce_bucket", Ranks::kAll, Ranks::kAll, true, false, false, true},
+    {"rota:reduce_shards", Ranks::kAll, Ranks::kAll, true, false, false, true},
+    {"rota:update_shards", Ranks::kAll, Ranks::kAll, true, false, false, false},
     {"rota:reduce", Ranks::kAll, Ranks::kRoot, true, false, false, true},
     {"rota:reduce_scatter", Ranks::kAll, Ranks::kAll, false, true, false, true},
     {"rota:broadcast", Ranks::kRoot, Ranks::kAllButRoot, true, false, false, false},

@@ -391,6 +391,37 @@ void bind_communicator(py::module_& module) {
         return std::make_shared<torch::jit::PythonFutureWrapper>(work->hook_future());
       }));
 
+  communicator
+      .def(
+          "reduce_shards_future",
+          [](TensorCommunicator& self, const std::shared_ptr<ShardedBucket>& shards,
+             const at::Tensor& bucket, const at::Tensor& stats, at::ScalarType wire_dtype,
+             bool block_scaling, float contribution_factor, float divisor, float result_factor,
+             const std::optional<at::Tensor>& residual, std::optional<uint64_t> stochastic_seed,
+             std::string_view order, std::optional<int64_t> num_shards) {
+            const auto options = parse_bucket_options(
+                wire_dtype, block_scaling,
+                {.contribution_factor = contribution_factor,
+                 .divisor = divisor,
+                 .result_factor = result_factor,
+                 .has_residual = residual.has_value(),
+                 .stochastic_seed = stochastic_seed},
+                "auto", parse_order("reduce_shards", order, std::nullopt, num_shards));
+            const WorkRef work =
+                self.reduce_shards(shards, {bucket, stats, residual}, options, Launch::kAsync);
+            return std::make_shared<torch::jit::PythonFutureWrapper>(work->hook_future());
+          },
+          py::arg("shards"), py::arg("bucket"), py::arg("stats"), py::kw_only(),
+          py::arg("wire_dtype"), py::arg("block_scaling"), py::arg("contribution_factor") = 1.0f,
+          py::arg("divisor") = 1.0f, py::arg("result_factor") = 1.0f,
+          py::arg("residual") = py::none(), py::arg("stochastic_seed") = py::none(),
+          py::arg("order") = "rank", py::arg("num_shards") = py::none(), ReleaseGil())
+      .def(
+          "update_shards",
+          [](TensorCommunicator& self, const std::shared_ptr<ShardedBucket>& shards,
+             const cpu::UpdateSteps& steps) { self.update_shards(shards, steps); },
+          py::arg("shards"), py::arg("steps"), ReleaseGil());
+
   module.def(
       "failed_future",
       [](const py::object& error) {

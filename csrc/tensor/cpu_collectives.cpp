@@ -4,6 +4,7 @@
 
 #include "base/cores.h"
 #include "core/call_scope.h"
+#include "cpu/exchange.h"
 #include "tensor/errors.h"
 #include "tensor/packed_operation.h"
 #include "tensor/sparse_all_reduce.h"
@@ -113,6 +114,48 @@ WorkRef CpuCollectives::reduce_bucket(const BucketTensors& tensors, const Bucket
   }
   run_here(row_of(call.kind).title.data(), [&] { return std::vector{tensors.bucket}; }, body);
   return {};
+}
+
+WorkRef CpuCollectives::reduce_shards(const ShardedBucketRef& shards, const BucketTensors& tensors,
+                                      const BucketOptions& options, Launch mode) {
+  const Call call = shards->plan_reduction(tensors, planner_, options);
+  const size_t slot_bytes = communicator_->transport().geometry().slot_bytes;
+  const int world_size = communicator_->world_size();
+  if (call.wire.capacity(cpu::Exchange::share_of_slot(slot_bytes, world_size), kTileElems) == 0) {
+    throw Error(ErrorKind::kValue,
+                join("rota.reduce_shards: slot_bytes is ", slot_bytes, ", too short for ",
+                     world_size, " ranks; give the communicator at least ",
+                     (call.wire.num_bytes(kTileElems) + kCacheLineBytes) *
+                         static_cast<size_t>(world_size - 1)));
+  }
+  const auto body = [shards, tensors, call](Communicator& communicator, CallerThread thread) {
+    shards->run_reduction(
+        tensors, [&](const cpu::Buffers& buffers) { communicator.run(call, buffers, thread); });
+  };
+  if (!runs_at_once(mode)) {
+    return enqueue(mode, call.kind, {tensors.bucket},
+                   [=, planner = planner_](Communicator& communicator, CallerThread thread) {
+                     check_unchanged(
+                         call, [&] { return shards->plan_reduction(tensors, planner, options); },
+                         [&](const Call& withdrawn) { communicator.agree(withdrawn, thread); });
+                     body(communicator, thread);
+                   });
+  }
+  run_here(row_of(call.kind).title.data(), [&] { return std::vector{tensors.bucket}; }, body);
+  return {};
+}
+
+void CpuCollectives::update_shards(const ShardedBucketRef& shards, const cpu::UpdateSteps& steps) {
+  const Call call = shards->plan_update(steps);
+  const auto body = [shards, steps, call](Communicator& communicator, CallerThread thread) {
+    shards->run_update(
+        steps, [&](const cpu::Buffers& buffers) { communicator.run(call, buffers, thread); });
+  };
+  if (!runs_at_once(Launch::kBlocking)) {
+    enqueue(Launch::kBlocking, call.kind, shards->parameters(), body);
+    return;
+  }
+  run_here(row_of(call.kind).title.data(), [&] { return shards->parameters(); }, body);
 }
 
 WorkRef CpuCollectives::all_reduce_sparse(const at::Tensor& tensor, Launch mode,

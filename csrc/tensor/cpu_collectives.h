@@ -9,6 +9,7 @@
 #include "core/communicator.h"
 #include "tensor/collectives.h"
 #include "tensor/request_work.h"
+#include "tensor/sharded_bucket.h"
 #include "tensor/work_queue.h"
 
 namespace rota::tensors {
@@ -24,6 +25,11 @@ class CpuCollectives final : public Collectives {
   WorkRef run(OperationList operations, Launch mode) override;
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options,
                         Launch mode) override;
+  // Half of that: each rank gets the sums of its own pieces.
+  WorkRef reduce_shards(const ShardedBucketRef& shards, const BucketTensors& tensors,
+                        const BucketOptions& options, Launch mode);
+  // The other half: updates own pieces, and sends them to all.
+  void update_shards(const ShardedBucketRef& shards, const cpu::UpdateSteps& steps);
   // The sum of sparse tensors (sparse_all_reduce.h).
   WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
   WorkRef transfer(Direction direction, const at::Tensor& tensor, int peer, int64_t tag,

@@ -348,9 +348,9 @@ Lengths output_lengths(const Operation& operation, int rank, int world_size) {
 
 ::c10d::OpType op_type_of(CollectiveKind kind) {
   using enum ::c10d::OpType;
-  static constexpr ::c10d::OpType kByKind[] = {ALLREDUCE, ALLREDUCE, REDUCE, REDUCE_SCATTER,
-                                               BROADCAST, ALLGATHER, GATHER, SCATTER,
-                                               ALLTOALL,  SEND,      BARRIER};
+  static constexpr ::c10d::OpType kByKind[] = {
+      ALLREDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, REDUCE, REDUCE_SCATTER, BROADCAST,
+      ALLGATHER, GATHER,    SCATTER,        ALLTOALL,  SEND,   BARRIER};
   static_assert(std::size(kByKind) == kCollectives.size());
   return kByKind[static_cast<size_t>(kind)];
 }

@@ -376,6 +376,30 @@ WorkRef TensorCommunicator::reduce_bucket(const BucketTensors& tensors,
   });
 }
 
+WorkRef TensorCommunicator::reduce_shards(const ShardedBucketRef& shards,
+                                          const BucketTensors& tensors,
+                                          const BucketOptions& options, Launch mode) {
+  return collective("reduce_shards", std::nullopt, [&](CpuCollectives& cpu) {
+    check_one_host("reduce_shards");
+    return cpu.reduce_shards(shards, tensors, options, mode);
+  });
+}
+
+void TensorCommunicator::update_shards(const ShardedBucketRef& shards,
+                                       const cpu::UpdateSteps& steps) {
+  collective("update_shards", std::nullopt, [&](CpuCollectives& cpu) {
+    check_one_host("update_shards");
+    cpu.update_shards(shards, steps);
+  });
+}
+
+void TensorCommunicator::check_one_host(std::string_view call) const {
+  if (!bridged_) return;
+  throw Error(ErrorKind::kValue, join("rota.", call,
+                                      ": the ranks are on several hosts, between "
+                                      "which no pieces of buckets travel yet"));
+}
+
 WorkRef TensorCommunicator::all_reduce_sparse(const at::Tensor& tensor, Launch mode,
                                               OwnTimeout timeout) {
   return collective("all_reduce", timeout, [&](CpuCollectives& cpu) {

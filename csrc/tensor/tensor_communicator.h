@@ -77,6 +77,10 @@ class TensorCommunicator {
   // communicator, these and reduce_bucket() throw (core/call_scope.h).
   bool supports(const Operation& operation);
   WorkRef reduce_bucket(const BucketTensors& tensors, const BucketOptions& options, Launch mode);
+  // As those of CpuCollectives.
+  WorkRef reduce_shards(const ShardedBucketRef& shards, const BucketTensors& tensors,
+                        const BucketOptions& options, Launch mode);
+  void update_shards(const ShardedBucketRef& shards, const cpu::UpdateSteps& steps);
   // CPU tensors only.
   WorkRef all_reduce_sparse(const at::Tensor& tensor, Launch mode, OwnTimeout timeout);
   // CUDA tensors need joined GPUs, which takes all ranks (connect_device()).
@@ -132,6 +136,7 @@ class TensorCommunicator {
   void make_cpu_collectives(std::unique_ptr<transport::Transport> transport);
   // The part of connect() that differs where ranks are on several hosts.
   void connect_hosts(std::chrono::milliseconds timeout, const std::function<void()>& check);
+  void check_one_host(std::string_view call) const;
   // Leaves the group if it was never used. Returns false if it is connected.
   bool leave_unconnected();
   // Connects at the first call. Throws what Communicator::check_usable() throws.

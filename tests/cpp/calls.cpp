@@ -313,6 +313,8 @@ void call_and_check(const Caller& caller, const TestCall& call, uint64_t seed) {
     case CollectiveKind::kScatter:
     case CollectiveKind::kAllToAll:
       return checked.copy_parts();
+    case CollectiveKind::kReduceShards:
+    case CollectiveKind::kUpdateShards:  // shards_cases.cpp
     case CollectiveKind::kSendRecv:
     case CollectiveKind::kBarrier:
       return caller.run({.kind = CollectiveKind::kBarrier}, {});

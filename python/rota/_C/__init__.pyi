@@ -47,6 +47,61 @@ def cuda_devices() -> list[str]:
 def make_heap_tensor(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See rota.empty()."""
 
+LEAF_ELEMS: int  # pieces of parameters begin at multiples of it (csrc/schedule/pieces.h)
+TILE_ELEMS: int
+SHARD_STATS: int
+SQUARES_UNIT_EXPONENT: int
+
+class UpdateStep:
+    """One step of an optimizer, with what is the same for all elements of a parameter; the fields
+    are explained in csrc/cpu/element_loops.h."""
+
+    def __init__(
+        self,
+        *,
+        is_adam: bool,
+        gradient_factor: float = 1.0,
+        l2: float = 0.0,
+        kept: float = 1.0,
+        size: float,
+        momentum: float = 0.0,
+        fresh: float = 1.0,
+        beta2: float = 0.0,
+        fresh_square: float = 0.0,
+        correction: float = 1.0,
+        eps: float = 0.0,
+        is_nesterov: bool = False,
+        is_first: bool = False,
+    ) -> None: ...
+
+class ShardedBucket:
+    """A bucket of parameters whose elements the ranks own in pieces.
+
+    Args:
+        parameters: dense CPU tensors of one dtype, which lie in the bucket one behind the other.
+        pieces: int64, rows of (begin in the bucket, number of elements, owner, number of the first
+            tile among those of all parameters), in the order of the bucket; each in one parameter.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], pieces: torch.Tensor, rank: int, world_size: int
+    ) -> None: ...
+    @property
+    def sums(self) -> torch.Tensor:
+        """float32, of this rank's pieces in turn, each padded to whole tiles."""
+
+    def set_state(
+        self,
+        piece: int,
+        *,
+        parameters: torch.Tensor | None = None,
+        momentum: torch.Tensor | None = None,
+        squares: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+    ) -> None:
+        """The state of one of this rank's pieces: contiguous float32, as long as the piece. With
+        `parameters` these are updated, and then rounded to the parameter's dtype."""
+
 class HeapPool:
     """Tensors of rota.empty()'s memory, which is kept for the next tensor of the same length: new
     memory must be zeroed, and mapped by every rank. Thread-safe."""
@@ -493,6 +548,44 @@ class Communicator:
         """Like `reduce_bucket`, on a progress thread; returns the future of the bucket.
 
         `bucket`, `stats` and `residual` must not be touched before the future is done.
+        """
+
+    def reduce_shards_future(
+        self,
+        shards: ShardedBucket,
+        bucket: torch.Tensor,
+        stats: torch.Tensor,
+        *,
+        wire_dtype: torch.dtype,
+        block_scaling: bool,
+        contribution_factor: float = 1.0,
+        divisor: float = 1.0,
+        result_factor: float = 1.0,
+        residual: torch.Tensor | None = None,
+        stochastic_seed: int | None = None,
+        order: str = "rank",
+        num_shards: int | None = None,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Half of reduce_bucket_future: writes float32 quotients to `shards.sums`, and leaves the
+        bucket as it is.
+
+        Args:
+            stats: int64 of SHARD_STATS elements, output: the number of non-finite sums of this
+                rank, and the words of the exact sum of the squares of the others, the lowest first,
+                in units of 2**SQUARES_UNIT_EXPONENT.
+            result_factor: in whose units the residual is kept.
+        """
+
+    def update_shards(self, shards: ShardedBucket, steps: Sequence[UpdateStep | None]) -> None:
+        """The other half: updates the parameters of this rank's pieces and sends them to all ranks.
+
+        Args:
+            steps: by piece of the bucket; None: its elements travel as they are.
+
+        Raises:
+            TypeError, ValueError: a piece of this rank has no state for its step.
+            rota.Mismatch, rota.PeerFailed, rota.Timeout: as all_reduce. Once it has begun, parts of
+                the bucket may have been updated.
         """
 
     # Calls that do not reduce take every dtype that torch stores, except quantized ones. On CUDA
