@@ -32,12 +32,18 @@ def own_names(kind: type) -> set[str]:
 def calls_of_communicator(communicator: rota.Communicator) -> Calls:
     ones, two, stats = torch.ones(2), torch.ones(4), torch.zeros(2, dtype=torch.float64)
     wire = {"wire_dtype": torch.float32, "block_scaling": False}
+    shards = _C.ShardedBucket([ones], torch.tensor([[0, 2, 0, 0]]), communicator.rank, 2)
+    shard_stats = torch.zeros(_C.SHARD_STATS, dtype=torch.int64)
     calls: Calls = {
         "all_reduce": lambda: communicator.all_reduce(ones),
         "all_reduce_future": lambda: communicator.all_reduce_future(ones, "sum", None).wait(),
         "reduce": lambda: communicator.reduce(ones),
         "reduce_bucket": lambda: communicator.reduce_bucket(ones, stats, **wire),
         "reduce_bucket_future": lambda: communicator.reduce_bucket_future(ones, stats, **wire),
+        "reduce_shards_future": lambda: communicator.reduce_shards_future(
+            shards, ones, shard_stats, **wire
+        ),
+        "update_shards": lambda: communicator.update_shards(shards, [None]),
         "all_gather": lambda: communicator.all_gather(two, ones),
         "reduce_scatter": lambda: communicator.reduce_scatter(ones, two),
         "broadcast": lambda: communicator.broadcast(ones),

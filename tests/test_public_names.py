@@ -38,6 +38,7 @@ MODULES = (
     "rota.fsdp",
     "rota.gpu",
     "rota.local_sgd",
+    "rota.optim",
     "rota.ops",
     "rota.optim",
     "rota.parameter_server",

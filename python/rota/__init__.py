@@ -34,7 +34,7 @@ except AttributeError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from rota import checkpoint, elastic, fsdp, gpu, local_sgd, parameter_server, weights
+    from rota import checkpoint, elastic, fsdp, gpu, local_sgd, optim, parameter_server, weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "gpu",
     "local_sgd",
     "ops",
+    "optim",
     "overlap_gradients",
     "parameter_server",
     "reduce_gradients",
@@ -70,7 +71,9 @@ __all__ = [
 rota_autoload.register()
 
 # Imported when they are used, since most programs need none of them.
-_SUBMODULES = ("checkpoint", "elastic", "fsdp", "gpu", "local_sgd", "parameter_server", "weights")
+_SUBMODULES = (
+    *("checkpoint", "elastic", "fsdp", "gpu", "local_sgd", "optim", "parameter_server", "weights"),
+)
 # Names of these submodules that users look for here, and where they are.
 _PLACES = {
     "Checkpoint": "checkpoint",

@@ -179,8 +179,10 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        states = list(filter(self._has_results, self._states))
         self._unscaled.add(optimizer)
+        if isinstance(sharded := getattr(optimizer, "hook_state", None), HookState):
+            return {found_inf.device: found_inf.fill_(self._found_inf_of(sharded))}
+        states = list(filter(self._has_results, self._states))
         results: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for parameter in parameters_of(optimizer):
@@ -227,6 +229,15 @@ class GradScaler(torch.amp.GradScaler):
             if any(state.results.found_inf for state in of_models):
                 found.fill_(1.0)  # wherever in the model it was
         return found_by_device
+
+    def _found_inf_of(self, state: HookState) -> bool:
+        """That of an optimizer of rota.optim, whose step unscales."""
+        if state not in self._states:
+            raise ValueError(
+                "rota.amp.GradScaler: the optimizer's HookState is not among those that the scaler "
+                "was made with; pass it: rota.amp.GradScaler(state)"
+            )
+        return state.found_inf
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

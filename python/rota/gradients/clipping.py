@@ -75,6 +75,7 @@ def clip_grad_norm_(
     with_gradient = {id(p): p for p in parameters if p.grad is not None}
     states = _measured(parameters, with_gradient) if norm_type == 2 else []
     if not states:
+        _refuse_sharded(parameters)
         if _of_models(parameters):
             raise RuntimeError(
                 "rota.clip_grad_norm_: the norm over the HookState's model_group is that of all "
@@ -137,6 +138,16 @@ def _of_models(parameters: list[torch.Tensor]) -> list[HookState]:
         without = [state for state in states if state.is_for_nothing]
         return without if len(without) == 1 else []
     return [state for state in states if any(state.is_for(p) for p in parameters)]
+
+
+def _refuse_sharded(parameters: Iterable[torch.Tensor]) -> None:
+    """There is no gradient to clip where an optimizer of rota.optim has the sums."""
+    for state in live_states:
+        if state.is_sharded and any(p.grad is None and state.is_for(p) for p in parameters):
+            raise RuntimeError(
+                "rota.clip_grad_norm_: these parameters belong to an optimizer of rota.optim, "
+                "which keeps their gradients; call optimizer.clip_grad_norm_(max_norm)"
+            )
 
 
 def _warn(with_gradient: dict[int, torch.Tensor]) -> None:

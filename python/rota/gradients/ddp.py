@@ -35,6 +35,10 @@ class NamedModel:
         return self._module() is not None
 
     @property
+    def ddp(self) -> DistributedDataParallel | None:
+        return None if self._ddp is None else self._ddp()
+
+    @property
     def names(self) -> set[str]:
         module = self._module()
         return set() if module is None else {name for name, _ in module.named_parameters()}
@@ -49,7 +53,7 @@ class NamedModel:
     def copied(self, memo: Mapping[int, Any]) -> NamedModel:
         """The same model, or its copy if copy.deepcopy, whose memo this is, has copied it."""
         module = self._module()
-        ddp = self._ddp() if self._ddp is not None else None
+        ddp = self.ddp
         other = copy.copy(self)
         other._names = WeakTensorKeyDictionary()
         if id(module) in memo:
@@ -60,7 +64,7 @@ class NamedModel:
     @property
     def may_have_unused(self) -> bool:
         """Whether a parameter may get no gradient; DDP then leaves its old gradient as it was."""
-        ddp = self._ddp() if self._ddp is not None else None
+        ddp = self.ddp
         return ddp is None or bool(ddp.find_unused_parameters or ddp.static_graph)
 
     def name(self, parameter: torch.Tensor) -> str | None:

@@ -197,9 +197,10 @@ class Reduction:
         if (own & inverse).any():
             raise self._lists_differ()
         wanted = {id(p) for p, used in zip(self._parameters, is_used, strict=True) if used}
-        for bucket in self._buckets:
-            bucket.unpack(wanted)
-        self._state.end()
+        if not self._state.is_sharded:
+            for bucket in self._buckets:
+                bucket.unpack(wanted)
+        self._state.end(wanted)
 
     def _lists_differ(self) -> Mismatch:
         communicator = self._state.communicator

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from rota import options
 from rota.communicator import Communicator
@@ -25,6 +26,7 @@ from rota.gradients.model_group import ModelGroup, Replicas
 from rota.gradients.residuals import Residuals
 from rota.gradients.results import Results
 from rota.gradients.rounding import split_mix_64
+from rota.gradients.sharded import Sharding
 from rota.rendezvous.groups import check_group
 from rota.rendezvous.joint import JointSteps
 from rota.sharding import as_dtensor, shard_of_rank
@@ -177,6 +179,7 @@ class HookState:
         self._parameters = SeenParameters()
         self._counts_all: dict[object, bool] = {}  # by mesh and placements
         self._entries = Entries()
+        self._sharding: Sharding | None = None
         live_states.add(self)
 
     @property
@@ -347,7 +350,7 @@ class HookState:
             self.begin()
         may_have_unused = self._model is None or self._model.may_have_unused
         future = self.start(grad_bucket, may_have_unused)
-        self.results.end_with_backward(self.error_feedback, self._check_parameters_seen)
+        self.results.end_with_backward(self.error_feedback, self._end_backward)
         return future
 
     def begin(self) -> None:
@@ -360,14 +363,58 @@ class HookState:
         if not last.goes_on:
             self._num_before = self._num_reductions
         self.results.begin(self.loss_scale)
+        if self._sharding is not None:
+            self._sharding.begin()
         if self._model is not None and not self._model.is_alive:
             self._model = None
 
-    def end(self) -> None:
-        """Call it after the last bucket of a reduction, when gradients have been written."""
+    def end(self, used: Set[int]) -> None:
+        """Call it after the last bucket of a reduction, when gradients have been written.
+
+        Args:
+            used: the parameters that have a gradient on any rank, by id().
+        """
         self.results.end(sends_without_gradient=self.error_feedback)
         self.results.close()
+        self._end_backward(used)
+
+    def _end_backward(self, used: Set[int] | None = None) -> None:
         self._check_parameters_seen()
+        if self._sharding is not None:
+            self._sharding.end(self.results.loss_scale, used)
+
+    def shard(self, sharding: Sharding, caller: str) -> None:
+        """Reduces gradients to the owners of their pieces from now on, for an optimizer.
+
+        Raises ValueError: the state cannot be used for it.
+        """
+        if self._sharding is not None:
+            raise ValueError(
+                f"{caller}: the state has an optimizer of rota.optim already; make one "
+                f"rota.HookState for each optimizer"
+            )
+        if self.model_group is not None:
+            raise ValueError(
+                f"{caller}: the state has a model_group, whose ranks would not know each other's "
+                f"norms; use torch's optimizer with rota.clip_grad_norm_"
+            )
+        if not self._parameters.are_none:
+            raise ValueError(
+                f"{caller}: the state has reduced gradients before; make the optimizer before the "
+                f"first backward pass"
+            )
+        self._sharding = sharding
+        self.results.measure = sharding.totals
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether sums stay with the owners of their pieces, so that no gradient is written."""
+        return self._sharding is not None
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The one that the state was made with, if any."""
+        return self._model.ddp if isinstance(self._model, NamedModel) else None
 
     def _check_parameters_seen(self) -> None:
         if self._parameters.end(self.results.seen, is_same_model=self._model is not None):
@@ -409,9 +456,7 @@ class HookState:
         if self.inter_wire_dtype is not None and communicator.num_hosts > 1:
             wire_dtype = self.inter_wire_dtype
             block_scaling = options.scales_blocks(wire_dtype)
-        future = communicator.reduce_bucket_future(
-            buffer,
-            entry.stats,
+        reduction: dict[str, Any] = dict(
             wire_dtype=wire_dtype,
             block_scaling=block_scaling,
             contribution_factor=1 / self.gradient_predivide_factor,
@@ -419,10 +464,15 @@ class HookState:
             result_factor=1 / self.loss_scale,
             residual=residual,
             stochastic_seed=seed,
-            algorithm=self.algorithm,
             order="rank" if self.num_shards is None else "tree",
             num_shards=self.num_shards,
         )
+        if self._sharding is not None:
+            future = self._sharding.start(parameters, buffer, **reduction)
+        else:
+            future = communicator.reduce_bucket_future(
+                buffer, entry.stats, algorithm=self.algorithm, **reduction
+            )
         self._num_reductions += 1
         # torch sees no write: gradients that are views of the buffer would count as unchanged.
         torch.autograd.graph.increment_version(buffer)
