@@ -10,7 +10,8 @@ that of the variant whose hook only meets: its ranks wait for each other at each
 nothing.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP compares the annotations of a hook with the
+# types themselves, and refuses strings.
 
 import statistics
 import time
