@@ -291,6 +291,22 @@ def test_states_go_to_torchs_optimizer_and_back(rank: Rank) -> None:
     torch.testing.assert_close(flat(ddp), flat(model), rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
+def test_state_of_parameters_of_several_dtypes_is_gathered(rank: Rank) -> None:
+    rank.init("gloo")
+    model = torch.nn.ModuleList([make_model(torch.bfloat16), make_model()])
+    state = rota.HookState(model=model, wire_dtype=None)
+    optimizer = rota.optim.AdamW(model.parameters(), state=state)
+    sum(p.float().sum() for p in model.parameters()).backward()
+    rota.reduce_gradients(model.parameters(), state)
+    optimizer.step()
+    states = optimizer.state_dict()["state"]
+    for i, parameter in enumerate(model.parameters()):
+        saved = states[i]
+        assert ("master" in saved) == (parameter.dtype == torch.bfloat16)
+        torch.testing.assert_close(saved["exp_avg"], torch.full(parameter.shape, 0.1))
+
+
 # ---- bad input
 
 

@@ -5,6 +5,28 @@
 #include "base/random_bits.h"
 
 namespace rota::cpu {
+namespace {
+
+bool is_power_of_two(float value) {
+  int exponent = 0;
+  return std::frexp(value, &exponent) == 0.5f;
+}
+
+}  // namespace
+
+float exact_factor(float divisor) { return is_power_of_two(divisor) ? 1 / divisor : 1; }
+
+void divide_unless_exact(float* sums, size_t num_elems, float divisor) {
+  if (is_power_of_two(divisor)) return;
+  for (size_t i = 0; i < num_elems; ++i) sums[i] /= divisor;
+}
+
+void measure(BucketMeasures& measures, uint64_t tile, const float* results, size_t num_elems) {
+  const double squares = element_loops().sum_of_squares(results, num_elems);
+  measures.squares[tile] = squares;
+  if (std::isfinite(squares)) return;
+  for (size_t i = 0; i < num_elems; ++i) measures.num_non_finite += !std::isfinite(results[i]);
+}
 
 BucketPacker::BucketPacker(const Call& call, const Buffers& buffers, int rank)
     : data_(static_cast<const std::byte*>(buffers.data)),

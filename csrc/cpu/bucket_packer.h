@@ -30,6 +30,13 @@ struct TileKey {
   uint64_t number;
 };
 
+// 1 / divisor if that is exact, so that a product rounds as the quotient would; otherwise 1, and
+// the sums are divided.
+float exact_factor(float divisor);
+void divide_unless_exact(float* sums, size_t num_elems, float divisor);
+// Measures a tile of results.
+void measure(BucketMeasures& measures, uint64_t tile, const float* results, size_t num_elems);
+
 class BucketPacker {
  public:
   BucketPacker(const Call& call, const Buffers& buffers, int rank);

@@ -1,7 +1,5 @@
 #include "cpu/bucket_reducer.h"
 
-#include <cmath>
-
 #include "base/limits.h"
 #include "base/random_bits.h"
 #include "cpu/copy.h"
@@ -18,17 +16,6 @@ void for_each_tile(const Range& range, Body&& body) {
   for (uint64_t begin = 0; begin < range.num_elems; begin += kTileElems) {
     body(Range{range.begin + begin, schedule::min_of(kTileElems, range.num_elems - begin)}, begin);
   }
-}
-
-bool is_power_of_two(float value) {
-  int exponent = 0;
-  return std::frexp(value, &exponent) == 0.5f;
-}
-
-uint64_t count_non_finite(const float* values, size_t num_elems) {
-  uint64_t count = 0;
-  for (size_t i = 0; i < num_elems; ++i) count += !std::isfinite(values[i]);
-  return count;
 }
 
 }  // namespace
@@ -74,22 +61,14 @@ void BucketReducer::unpack_tile(const WirePlace& wire, const Range& tile) const 
   if (!is_float32 && dtype_ != DType::kFloat64) {
     loops_.convert(dtype_, DType::kFloat32)(out, results, tile.num_elems);
   }
-  const double squares = loops_.sum_of_squares(results, tile.num_elems);
-  measures_->squares[tile.begin / kTileElems] = squares;
-  if (!std::isfinite(squares)) {
-    measures_->num_non_finite += count_non_finite(results, tile.num_elems);
-  }
+  measure(*measures_, tile.begin / kTileElems, results, tile.num_elems);
 }
 
 // Writes the result of a complete sum to the wire and to the bucket.
 void BucketReducer::finish_tile(float* sums, const Range& tile, const WirePlace& wire) const {
-  float factor = 1;
-  if (is_power_of_two(pass_.divisor)) {
-    factor = 1 / pass_.divisor;  // exact, so the product rounds as the quotient would
-  } else {
-    for (size_t i = 0; i < tile.num_elems; ++i) sums[i] /= pass_.divisor;
-  }
-  packer_.encode(sums, wire, tile.num_elems, factor, {kResultStream, tile.begin / kTileElems});
+  divide_unless_exact(sums, tile.num_elems, pass_.divisor);
+  packer_.encode(sums, wire, tile.num_elems, exact_factor(pass_.divisor),
+                 {kResultStream, tile.begin / kTileElems});
   unpack_tile(wire, tile);
 }
 

@@ -1,7 +1,5 @@
 // Half of a bucket's all-reduce: each rank gets the float32 sums of its own pieces, not rounded
 // once more, and measures them while they are in its caches.
-#include <cmath>
-
 #include "base/limits.h"
 #include "cpu/bucket_packer.h"
 #include "cpu/executor.h"
@@ -27,11 +25,8 @@ class ShardReducer {
         sums_(buffers.sums),
         measures_(*buffers.measures),
         rank_(rank),
-        world_size_(world_size) {
-    int exponent = 0;
-    has_exact_factor_ = std::frexp(call.pass.divisor, &exponent) == 0.5f;
-    divisor_ = call.pass.divisor;
-  }
+        world_size_(world_size),
+        divisor_(call.pass.divisor) {}
 
   // A range of the owner's row, for that rank.
   void pack(int owner, const Range& range, const WirePlace& to) const {
@@ -62,15 +57,10 @@ class ShardReducer {
   void finish_tile(const Pieces::Tile& tile, uint64_t place, const WirePlace* srcs) const {
     const size_t num_elems = tile.elems.num_elems;
     float* sums = sums_ + place;
-    const float factor = has_exact_factor_ ? 1 / divisor_ : 1;
-    wire_loops_.decode_sum({srcs, world_size_, additions_.of_ranks()}, sums, num_elems, factor);
-    if (!has_exact_factor_) {
-      for (size_t i = 0; i < num_elems; ++i) sums[i] /= divisor_;
-    }
-    const double squares = element_loops().sum_of_squares(sums, num_elems);
-    measures_.squares[place / kTileElems] = squares;
-    if (std::isfinite(squares)) return;
-    for (size_t i = 0; i < num_elems; ++i) measures_.num_non_finite += !std::isfinite(sums[i]);
+    wire_loops_.decode_sum({srcs, world_size_, additions_.of_ranks()}, sums, num_elems,
+                           exact_factor(divisor_));
+    divide_unless_exact(sums, num_elems, divisor_);
+    measure(measures_, place / kTileElems, sums, num_elems);
   }
 
   const Pieces& pieces_;
@@ -83,7 +73,6 @@ class ShardReducer {
   int rank_;
   int world_size_;
   float divisor_;
-  bool has_exact_factor_;  // the divisor is a power of two
 };
 
 class ReduceShards final : public Executor {

@@ -236,6 +236,16 @@ at::TensorList list_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? at::TensorList(*tensor) : at::TensorList();
 }
 
+BucketPass pass_of(float contribution_factor, float divisor, float result_factor,
+                   const std::optional<at::Tensor>& residual,
+                   std::optional<uint64_t> stochastic_seed) {
+  return {.contribution_factor = contribution_factor,
+          .divisor = divisor,
+          .result_factor = result_factor,
+          .has_residual = residual.has_value(),
+          .stochastic_seed = stochastic_seed};
+}
+
 // Both ways to call reduce_bucket, blocking and with a future. The .pyi documents the arguments.
 template <typename Finish>
 auto reduce_bucket_call(Launch mode, Finish finish) {
@@ -247,12 +257,8 @@ auto reduce_bucket_call(Launch mode, Finish finish) {
              std::optional<int64_t> num_shards) {
     const auto options = parse_bucket_options(
         wire_dtype, block_scaling,
-        {.contribution_factor = contribution_factor,
-         .divisor = divisor,
-         .result_factor = result_factor,
-         .has_residual = residual.has_value(),
-         .stochastic_seed = stochastic_seed},
-        algorithm, parse_order("reduce_bucket", order, group_size, num_shards));
+        pass_of(contribution_factor, divisor, result_factor, residual, stochastic_seed), algorithm,
+        parse_order("reduce_bucket", order, group_size, num_shards));
     return finish(self.reduce_bucket({bucket, stats, residual}, options, mode));
   };
 }
@@ -401,11 +407,7 @@ void bind_communicator(py::module_& module) {
              std::string_view order, std::optional<int64_t> num_shards) {
             const auto options = parse_bucket_options(
                 wire_dtype, block_scaling,
-                {.contribution_factor = contribution_factor,
-                 .divisor = divisor,
-                 .result_factor = result_factor,
-                 .has_residual = residual.has_value(),
-                 .stochastic_seed = stochastic_seed},
+                pass_of(contribution_factor, divisor, result_factor, residual, stochastic_seed),
                 "auto", parse_order("reduce_shards", order, std::nullopt, num_shards));
             const WorkRef work =
                 self.reduce_shards(shards, {bucket, stats, residual}, options, Launch::kAsync);

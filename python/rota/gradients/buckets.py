@@ -10,6 +10,7 @@ import torch
 
 from rota import options
 from rota.gradients.residuals import BucketResidual
+from rota.gradients.sharded import ShardedBucket
 
 
 class Bucket(Protocol):
@@ -26,6 +27,7 @@ class Entry(NamedTuple):
     parameters: list[weakref.ref[torch.Tensor]]
     stats: torch.Tensor
     residual: BucketResidual | None
+    shards: ShardedBucket | None  # if sums stay with the owners of their pieces
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
         return len(parameters) == len(self.parameters) and all(
@@ -48,13 +50,15 @@ class Entries:
         entry = self._by_first.get(id(parameters[0]))
         return entry if entry is not None and entry.holds(parameters) else None
 
-    def add(self, bucket: Bucket, residual: BucketResidual | None) -> Entry:
+    def add(
+        self, bucket: Bucket, residual: BucketResidual | None, shards: ShardedBucket | None
+    ) -> Entry:
         parameters = bucket.parameters()
         refs = [weakref.ref(parameter) for parameter in parameters]
         stats = torch.zeros(2, dtype=torch.float64, device=bucket.buffer().device)
         # Without those where its parameters were before, if DDP has made other buckets.
         self._by_first = {k: e for k, e in self._by_first.items() if not e.shares(parameters)}
-        entry = self._by_first[id(parameters[0])] = Entry(refs, stats, residual)
+        entry = self._by_first[id(parameters[0])] = Entry(refs, stats, residual, shards)
         return entry
 
     def clear(self) -> None:

@@ -87,11 +87,6 @@ class ShardedBucket:
         """The same pieces of other tensors, as long as the parameters."""
         return _C.ShardedBucket([t.detach() for t in tensors], self._rows, *self._place)
 
-    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return len(parameters) == len(self.parameters) and all(
-            one is other for one, other in zip(parameters, self.parameters, strict=True)
-        )
-
 
 class Sharding:
     """The parameters of one optimizer, and the reductions of their gradients."""
@@ -106,7 +101,6 @@ class Sharding:
         self._communicator = communicator
         self._keeps_gradients = keeps_gradients
         self._pieces: dict[int, list[Piece]] = {}  # by id() of the parameter
-        self._buckets: dict[int, ShardedBucket] = {}  # by id() of the first parameter
         self.reduced: list[ShardedBucket] = []  # in the last backward pass
         self.used: Set[int] = set()  # parameters that it reached on any rank, by id()
         self._totals = False, 0.0
@@ -127,25 +121,23 @@ class Sharding:
         return next(own, None)
 
     def bucket_of(self, parameters: Sequence[torch.Tensor]) -> ShardedBucket:
-        bucket = self._buckets.get(id(parameters[0]))
-        if bucket is None or not bucket.holds(parameters):
-            missing = [p for p in parameters if not any(p is own for own in self._parameters)]
-            if missing:
-                raise ValueError(
-                    f"rota.optim: a bucket holds a parameter of shape {list(missing[0].shape)} "
-                    f"that the optimizer does not have; give it all parameters that require a "
-                    f"gradient"
-                )
-            ranks = self.communicator.rank, self.communicator.world_size
-            bucket = ShardedBucket(parameters, [self.pieces(p) for p in parameters], *ranks)
-            ids = {id(p) for p in parameters}
-            self._buckets = {
-                first: other
-                for first, other in self._buckets.items()
-                if ids.isdisjoint(map(id, other.parameters))
-            }
-            self._buckets[id(parameters[0])] = bucket
-        return bucket
+        """Raises ValueError: a parameter is not the optimizer's."""
+        own = set(map(id, self._parameters))
+        if missing := [p for p in parameters if id(p) not in own]:
+            raise ValueError(
+                f"rota.optim: a bucket holds a parameter of shape {list(missing[0].shape)} "
+                f"that the optimizer does not have; give it all parameters that require a "
+                f"gradient"
+            )
+        return self._cut(parameters, parameters)
+
+    def _cut(
+        self, tensors: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> ShardedBucket:
+        """Tensors that have the pieces of these parameters."""
+        communicator = self.communicator
+        pieces = [self.pieces(p) for p in parameters]
+        return ShardedBucket(tensors, pieces, communicator.rank, communicator.world_size)
 
     def begin(self) -> None:
         """Call it before the first bucket of a backward pass.
@@ -161,10 +153,9 @@ class Sharding:
         self.reduced, self.used = [], frozenset()
 
     def start(
-        self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor, **options: Any
+        self, bucket: ShardedBucket, buffer: torch.Tensor, **options: Any
     ) -> torch.futures.Future[torch.Tensor]:
         """Starts the reduction of a bucket; the buffer is left as it is."""
-        bucket = self.bucket_of(parameters)
         self.reduced.append(bucket)
         return self.communicator.reduce_shards_future(bucket.core, buffer, bucket.stats, **options)
 
@@ -224,17 +215,12 @@ class Sharding:
             By id() of the parameter, in its shape.
         """
         wholes = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
-        bucket = ShardedBucket(
-            self._parameters,
-            [self.pieces(p) for p in self._parameters],
-            self.communicator.rank,
-            self.communicator.world_size,
-        )
+        bucket = self._cut(wholes, self._parameters)
         for parameter, whole in zip(self._parameters, wholes, strict=True):
             part, piece = states.get(parameter, {}).get(name), self.own_piece(parameter)
             if part is not None and piece is not None:
                 in_memory(whole)[piece.begin : piece.begin + piece.num_elems] = part
-        self.communicator.update_shards(bucket.of(wholes), [None] * len(bucket.parameter_of))
+        self.communicator.update_shards(bucket.core, [None] * len(bucket.parameter_of))
         return {id(p): whole for p, whole in zip(self._parameters, wholes, strict=True)}
 
 

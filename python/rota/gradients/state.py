@@ -467,8 +467,8 @@ class HookState:
             order="rank" if self.num_shards is None else "tree",
             num_shards=self.num_shards,
         )
-        if self._sharding is not None:
-            future = self._sharding.start(parameters, buffer, **reduction)
+        if self._sharding is not None and entry.shards is not None:
+            future = self._sharding.start(entry.shards, buffer, **reduction)
         else:
             future = communicator.reduce_bucket_future(
                 buffer, entry.stats, algorithm=self.algorithm, **reduction
@@ -587,7 +587,8 @@ class HookState:
             if self._model is not None:
                 self._residuals.check_loaded(self._model.names, self._model.reduced_names)
             residual = self._residuals.of_bucket(parameters, self._name_to_save)
-        return self._entries.add(bucket, residual)
+        shards = None if self._sharding is None else self._sharding.bucket_of(parameters)
+        return self._entries.add(bucket, residual, shards)
 
     def _name_to_save(self, parameter: torch.Tensor) -> str:
         name = self._model.name(parameter) if self._model is not None else None

@@ -36,17 +36,11 @@ class Adam(ShardedOptimizer):
         keep_gradients: bool = False,
     ) -> None:
         name = f"rota.optim.{type(self).__name__}"
-        for what, value, is_valid in (
-            ("lr", lr, lr >= 0),
-            ("eps", eps, eps >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-        ):
-            if not is_valid:
-                raise ValueError(
-                    f"{name}: {what} is {value}, expected {'[0, 1)' if what == 'betas' else '0'} "
-                    f"or more"
-                )
+        for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"{name}: {what} is {value}, expected 0 or more")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{name}: betas is {betas}, expected two numbers in [0, 1)")
         defaults = {
             "lr": lr,
             "betas": betas,
